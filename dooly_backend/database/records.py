@@ -1,0 +1,175 @@
+"""The rows of the latency database, as frozen dataclasses.
+
+All times are microseconds. `digest()` of an environment or a configuration is
+its identity: two rows with equal facts are the same row on every machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import statistics
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+from dooly_backend.workload import Batch, PointKind, WorkloadPoint
+
+Granularity = Literal["operation", "module"]
+
+
+def canonical_json(value: Any) -> str:
+    """JSON with sorted keys and no spaces: equal facts give equal text."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+
+
+def digest(value: Any) -> str:
+    """SHA-256 (hex) of the canonical JSON of `value`."""
+    return hashlib.sha256(canonical_json(value).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Where a measurement was made; two environments never mix.
+
+    `facts` holds everything else that can change a time: driver, clocks,
+    CPU capability, threads, versions of torch and the attention backends.
+    """
+
+    device: str  # "AMD EPYC (2 threads)", "NVIDIA H200"
+    device_kind: str  # "cpu" or "cuda"
+    engine: str  # "vllm"
+    engine_version: str
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def digest(self) -> str:
+        return digest(
+            [self.device, self.device_kind, self.engine, self.engine_version, self.facts]
+        )
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A model as one engine serves it. `hf_config` is the HF config.json, whole.
+
+    `facts` holds what the engine derived from it and simulators need:
+    head_dim, max_model_len, vocab_size, ...
+    """
+
+    model: str
+    hf_config: dict[str, Any]
+    engine: str
+    backend: str  # attention backend: "CPU_ATTN", "FLASH_ATTN", ...
+    dtype: str  # "bfloat16"
+    kv_cache_dtype: str  # "auto", "fp8"
+    block_size: int  # KV-cache block, tokens
+    tensor_parallel: int
+    pipeline_parallel: int
+    execution_mode: str  # "eager", "piecewise", "full_graph"
+    num_layers: int  # of the whole model
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def digest(self) -> str:
+        names = [n for n in self.__dataclass_fields__ if n != "facts"]
+        return digest([getattr(self, name) for name in names])
+
+
+@dataclass(frozen=True)
+class Signature:
+    """An operation or module by what the model decides of it (DESIGN, invariant 1).
+
+    `canonical` is the text whose SHA-256 is `hash`; `kind` says what of the
+    request its latency depends on.
+    """
+
+    name: str  # "QKVParallelLinear", "aten::add.Tensor"
+    granularity: Granularity
+    kind: PointKind
+    canonical: str
+
+    @cached_property
+    def hash(self) -> str:
+        return hashlib.sha256(self.canonical.encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Occurrence:
+    """A signature at one place of a configuration's call graph.
+
+    `path` is the module path with layer numbers as ``*``
+    ("model.layers.*.self_attn.qkv_proj", "logits_processor", "sampler"); for an
+    operation it is the module that runs it. `layers` lists the full model's
+    layers it stands for (empty: outside the layers); `count` is how often one
+    step of the full model runs it in all.
+    """
+
+    position: int  # order in the pass
+    path: str
+    module_class: str  # "QKVParallelLinear"
+    signature: Signature
+    count: int
+    layers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Samples of one signature at one point in one environment, in microseconds."""
+
+    point: WorkloadPoint
+    samples_us: tuple[float, ...]
+    unstable: bool = False  # the spread stayed too large after measuring again
+
+    @cached_property
+    def median_us(self) -> float:
+        return statistics.median(self.samples_us)
+
+    @cached_property
+    def mean_us(self) -> float:
+        return statistics.fmean(self.samples_us)
+
+    @cached_property
+    def min_us(self) -> float:
+        return min(self.samples_us)
+
+    @cached_property
+    def max_us(self) -> float:
+        return max(self.samples_us)
+
+    @cached_property
+    def std_us(self) -> float:
+        return statistics.pstdev(self.samples_us)
+
+    @cached_property
+    def p25_us(self) -> float:
+        """Lower quartile: the estimate that bursts of noise do not move."""
+        if len(self.samples_us) == 1:
+            return self.samples_us[0]
+        return statistics.quantiles(self.samples_us, n=4, method="inclusive")[0]
+
+
+@dataclass(frozen=True)
+class StepMeasurement:
+    """A live step of `num_layers` layers beside the sum of its operations.
+
+    What the live step takes beyond the operations is the step's own cost:
+    input preparation, module glue, output handling.
+    """
+
+    batch: Batch
+    num_layers: int
+    live_us: tuple[float, ...]
+    operations_us: float
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Step time beyond the operations: ``step + layer * layers + request * requests``."""
+
+    step_us: float
+    layer_us: float
+    request_us: float
+
+    def time_us(self, layers: int, requests: int) -> float:
+        return self.step_us + self.layer_us * layers + self.request_us * requests
