@@ -19,8 +19,13 @@ Granularity = Literal["operation", "module"]
 
 
 def canonical_json(value: Any) -> str:
-    """JSON with sorted keys and no spaces: equal facts give equal text."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    """JSON with sorted keys and no spaces: equal facts give equal text.
+
+    Keys become text before they are sorted, so that what comes back from JSON
+    (``{2: ..., 10: ...}`` as ``{"2": ..., "10": ...}``) keeps its digest.
+    """
+    plain = json.loads(json.dumps(value))
+    return json.dumps(plain, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
 
 
 def digest(value: Any) -> str:
@@ -44,9 +49,7 @@ class Environment:
 
     @cached_property
     def digest(self) -> str:
-        return digest(
-            [self.device, self.device_kind, self.engine, self.engine_version, self.facts]
-        )
+        return digest([self.device, self.device_kind, self.engine, self.engine_version, self.facts])
 
 
 @dataclass(frozen=True)
@@ -147,6 +150,14 @@ class Measurement:
         if len(self.samples_us) == 1:
             return self.samples_us[0]
         return statistics.quantiles(self.samples_us, n=4, method="inclusive")[0]
+
+
+@dataclass(frozen=True)
+class SkippedPoint:
+    """A point that cannot run in an environment, and why (memory, an engine limit)."""
+
+    point: WorkloadPoint
+    reason: str
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-
+"""Timing what the database does not know."""

@@ -1,1 +1,1 @@
-
+"""Tainted tracing: which operations a pass runs, and where each dimension comes from."""

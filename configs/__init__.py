@@ -1,0 +1,1 @@
+"""Model, sweep and hardware descriptions, installed as `dooly_configs`."""

@@ -1,0 +1,111 @@
+"""The command line: each command parses, calls one function, and prints."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import click
+
+from dooly_backend import __version__, console
+from dooly_backend.export_command import export
+
+
+@click.group(context_settings=console.CONTEXT_SETTINGS)
+@click.version_option(__version__, prog_name="dooly")
+def cli() -> None:
+    """Profile LLM inference once, and feed any simulator.
+
+    Dooly runs a model in a real serving engine for one step, times every
+    operation that its latency database does not know yet, and writes the
+    files that simulators read.
+
+    \b
+    Examples:
+      dooly models
+      dooly db info --db latency.db
+      dooly export --to vidur --db latency.db -o vidur-profiles
+    """
+
+
+# -- models -------------------------------------------------------------------
+
+
+@cli.command()
+@console.json_option
+def models(as_json: bool) -> None:
+    """List the models that are known by name.
+
+    Any of them can be given as MODEL to the other commands, in any case, and
+    without the organisation where only one has that name. So can a folder with
+    a Hugging Face config.json, or such a file.
+
+    \b
+    Examples:
+      dooly models
+      dooly models --json
+    """
+    from dooly_backend.config import known_models, load_model
+
+    known = [load_model(name) for name in known_models()]
+    if as_json:
+        listed = [
+            {"name": m.name, "architecture": m.architecture, "layers": m.num_layers} for m in known
+        ]
+        console.print_json({"models": listed})
+        return
+    width = max(len(model.name) for model in known)
+    for model in known:
+        click.echo(f"{model.name:{width}}  {model.num_layers:3} layers  {model.architecture}")
+
+
+# -- db -----------------------------------------------------------------------
+
+
+@cli.group()
+def db() -> None:
+    """Look into a latency database.
+
+    \b
+    Example:
+      dooly db info --db latency.db
+    """
+
+
+@db.command()
+@console.database_option
+@console.json_option
+def info(db: str, as_json: bool) -> None:
+    """Show what a latency database holds.
+
+    \b
+    Examples:
+      dooly db info
+      dooly db info --db other.db --json
+    """
+    from dooly_backend.database import Database
+
+    with Database.open(db, read_only=True) as database:
+        result = database.info()
+    if as_json:
+        console.print_json(dataclasses.asdict(result))
+    else:
+        console.show(result)
+
+
+# -- entry points -------------------------------------------------------------
+
+cli.add_command(export)
+
+
+def main() -> None:
+    """`dooly`."""
+    console.run(cli, "dooly")
+
+
+def export_main() -> None:
+    """`dooly-export`."""
+    console.run(export, "dooly-export")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""Versions of the latency database, as small functions that lead from one to the next.
+
+Each function is recorded in the table `_sqlite_migrations` once it has run, the
+way sqlite-utils does it; `PRAGMA user_version` repeats their number so that a
+file's header tells its version. All pending functions run in one transaction.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+
+import sqlite_utils
+from sqlite_utils.migrations import Migrations
+
+from dooly_backend.database.schema import VERSION_1
+
+APPLICATION_ID = int.from_bytes(b"dool", "big")
+"""`PRAGMA application_id` of every latency database."""
+
+MIGRATIONS = Migrations("dooly")
+
+# As sqlite-utils would create it, but with its meaning.
+_MIGRATIONS_TABLE = """\
+CREATE TABLE IF NOT EXISTS _sqlite_migrations (
+    -- Changes of the schema that this file has been through.
+    id            INTEGER PRIMARY KEY,
+    migration_set TEXT NOT NULL,  -- 'dooly'
+    name          TEXT NOT NULL,  -- the function in dooly_backend/database/migrations.py
+    applied_at    TEXT NOT NULL,  -- UTC, ISO 8601
+    UNIQUE (migration_set, name)
+)"""
+
+
+@MIGRATIONS()
+def m001_latency_tables(db: sqlite_utils.Database) -> None:
+    """Environments, configurations, signatures, measurements, step costs and their views."""
+    for statement in VERSION_1:
+        db.execute(statement)
+
+
+def latest_version() -> int:
+    """The version that this program reads and writes."""
+    with sqlite_utils.Database(memory=True, execute_plugins=False) as blank:
+        return len(MIGRATIONS.pending(blank))
+
+
+def version_of(connection: sqlite3.Connection) -> int:
+    """The version of an open database; 0 before the first migration."""
+    return connection.execute("PRAGMA user_version").fetchone()[0]
+
+
+def migrate(connection: sqlite3.Connection) -> None:
+    """Bring an open database to the latest version, all of it or nothing.
+
+    Safe beside other processes that do the same: what is pending is decided
+    under the write lock. Raises sqlite3.Error.
+    """
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        if version_of(connection) < latest_version():
+            connection.execute(_MIGRATIONS_TABLE)
+            MIGRATIONS.apply(sqlite_utils.Database(connection, execute_plugins=False))
+            connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+            connection.execute(f"PRAGMA user_version = {latest_version()}")
+        connection.execute("COMMIT")
+    finally:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")

@@ -1,0 +1,371 @@
+"""The latency database: what was measured, of which signature, where.
+
+    with Database.open("latency.db", create=True) as database:
+        environment_id = database.add_environment(environment)
+        configuration_id = database.add_configuration(configuration, occurrences)
+        database.record(signature, environment_id, measurement, configuration_id)
+
+Every writing method is one transaction: killed at any time, the file holds
+what earlier calls recorded and nothing of the interrupted one. Several
+processes may write at once. Every method raises DatabaseError, in one line,
+when the file cannot be read or written.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+
+from dooly_backend.database import info, opening, rows
+from dooly_backend.database.faults import damaged_row, explained
+from dooly_backend.database.records import (
+    Configuration,
+    Environment,
+    Measurement,
+    Occurrence,
+    Signature,
+    SkippedPoint,
+    StepCost,
+    StepMeasurement,
+)
+from dooly_backend.database.rows import insertion
+from dooly_backend.errors import DatabaseError, InputError
+from dooly_backend.workload import WorkloadPoint
+
+BUILTIN = "builtin:"
+
+# Points in the order in which one reads a curve.
+_POINT_ORDER = "p.num_tokens, p.num_reqs, p.id"
+
+
+class Database:
+    """An open latency database; a context manager. Make one with `Database.open`."""
+
+    def __init__(self, connection: sqlite3.Connection, path: Path, *, read_only: bool) -> None:
+        self._connection = connection
+        self.path = path
+        self.read_only = read_only
+
+    @classmethod
+    def open(cls, path: Path | str, *, create: bool = False, read_only: bool = False) -> Database:
+        """Open the file at `path`, or the shipped one that ``"builtin:NAME"`` names.
+
+        `create` makes the file when there is none. An older file is migrated,
+        in memory only when `read_only`. Raises DatabaseError, and InputError
+        for an unknown NAME.
+        """
+        if str(path).startswith(BUILTIN):
+            if create:
+                raise InputError(f"{path} cannot be written: give a file of your own as --db")
+            path = opening.builtin_path(str(path).removeprefix(BUILTIN))
+            read_only = True
+        path = Path(path)
+        if read_only:
+            connection = opening.open_for_reading(path)
+        else:
+            connection = opening.open_for_writing(path, create=create)
+        return cls(connection, path, read_only=read_only)
+
+    def close(self) -> None:
+        """Release the file. What was recorded is safe without it, too."""
+        with explained(self.path):
+            self._connection.close()
+
+    def __enter__(self) -> Database:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Database({str(self.path)!r}, read_only={self.read_only})"
+
+    # -- writing ---------------------------------------------------------------
+
+    def add_environment(self, environment: Environment) -> int:
+        """The row id of this environment, added unless it is known."""
+        columns = rows.environment_columns(environment)
+        with self._writing():
+            self._execute(insertion("environment", columns, "(digest) DO NOTHING"), columns)
+            return self._id("environment", "digest", environment.digest)
+
+    def add_configuration(
+        self, configuration: Configuration, occurrences: Sequence[Occurrence]
+    ) -> int:
+        """The row id of this configuration, with its signatures and `occurrences`.
+
+        A known configuration keeps its id and its measurements; its facts, and
+        occurrences that differ from the stored ones, are replaced.
+        """
+        columns = rows.configuration_columns(configuration)
+        wanted = sorted(occurrences, key=lambda occurrence: occurrence.position)
+        with self._writing():
+            conflict = "(digest) DO UPDATE SET facts = excluded.facts"
+            self._execute(insertion("configuration", columns, conflict), columns)
+            configuration_id = self._id("configuration", "digest", configuration.digest)
+            if self._occurrences(configuration_id) != wanted:
+                self._execute(
+                    "DELETE FROM occurrence WHERE configuration_id = ?", (configuration_id,)
+                )
+                for occurrence in wanted:
+                    self._add_signature(occurrence.signature)
+                    place = rows.occurrence_columns(configuration_id, occurrence)
+                    self._execute(insertion("occurrence", place), place)
+        return configuration_id
+
+    def record(
+        self,
+        signature: Signature,
+        environment_id: int,
+        measurement: Measurement,
+        configuration_id: int | None = None,
+        *,
+        replace: bool = False,
+    ) -> bool:
+        """Store a measurement; true when it was stored.
+
+        A point that is measured already keeps its samples unless `replace`; one
+        that was skipped is measured now. `configuration_id` tells which
+        configuration it was measured from. Raises InputError for samples that
+        are no times, ValueError for a point that does not suit the signature.
+        """
+        columns = rows.measurement_columns(measurement)
+        with self._writing():
+            key = self._settle(signature, environment_id, measurement.point)
+            if self._exists("measurement", key):
+                if not replace:
+                    return False
+                self._delete("measurement", key)
+            self._delete("skipped_point", key)
+            columns |= key | {"configuration_id": configuration_id}
+            self._execute(insertion("measurement", columns), columns)
+        return True
+
+    def skip(
+        self, signature: Signature, environment_id: int, point: WorkloadPoint, reason: str
+    ) -> bool:
+        """Store why a point cannot be measured; false when it is measured already.
+
+        A later reason replaces an earlier one. Raises ValueError for a point
+        that does not suit the signature.
+        """
+        with self._writing():
+            key = self._settle(signature, environment_id, point)
+            if self._exists("measurement", key):
+                return False
+            columns = key | {"reason": reason, "skipped_at": rows.now()}
+            self._delete("skipped_point", key)
+            self._execute(insertion("skipped_point", columns), columns)
+        return True
+
+    def record_step(
+        self,
+        configuration_id: int,
+        environment_id: int,
+        step: StepMeasurement,
+        *,
+        replace: bool = False,
+    ) -> bool:
+        """Store a live step; true when it was stored.
+
+        A step of the same batch and layers is kept unless `replace`. Raises
+        InputError for samples that are no times.
+        """
+        place = {"configuration_id": configuration_id, "environment_id": environment_id}
+        columns = place | rows.step_columns(step)
+        key = place | {"batch": step.batch.key, "num_layers": step.num_layers}
+        with self._writing():
+            if self._exists("step_measurement", key):
+                if not replace:
+                    return False
+                self._delete("step_measurement", key)
+            self._execute(insertion("step_measurement", columns), columns)
+        return True
+
+    def set_step_cost(self, configuration_id: int, environment_id: int, cost: StepCost) -> None:
+        """Store the fitted cost of a step, in place of an earlier fit."""
+        key = {"configuration_id": configuration_id, "environment_id": environment_id}
+        columns = key | rows.step_cost_columns(cost)
+        with self._writing():
+            self._delete("step_cost", key)
+            self._execute(insertion("step_cost", columns), columns)
+
+    # -- reading ---------------------------------------------------------------
+
+    def configurations(self) -> dict[int, Configuration]:
+        """All configurations by row id."""
+        with self._reading():
+            found = self._execute("SELECT * FROM configuration ORDER BY id")
+            return {row["id"]: rows.configuration_of(row) for row in found}
+
+    def environments(self) -> dict[int, Environment]:
+        """All environments by row id."""
+        with self._reading():
+            found = self._execute("SELECT * FROM environment ORDER BY id")
+            return {row["id"]: rows.environment_of(row) for row in found}
+
+    def signatures(self) -> dict[str, Signature]:
+        """All signatures by hash."""
+        with self._reading():
+            found = self._execute("SELECT * FROM signature ORDER BY name, hash")
+            return {row["hash"]: rows.signature_of(row) for row in found}
+
+    def occurrences(self, configuration_id: int) -> list[Occurrence]:
+        """A configuration's signatures in the order of the pass."""
+        with self._reading():
+            return self._occurrences(configuration_id)
+
+    def settled_points(self, signature_hash: str, environment_id: int) -> set[str]:
+        """Keys of the points that are measured, or skipped, in this environment."""
+        with self._reading():
+            found = self._execute(
+                "SELECT p.key FROM workload_point AS p WHERE p.id IN ("
+                " SELECT point_id FROM measurement WHERE signature = :s AND environment_id = :e"
+                " UNION ALL"
+                " SELECT point_id FROM skipped_point WHERE signature = :s AND environment_id = :e)",
+                {"s": signature_hash, "e": environment_id},
+            )
+            return {row["key"] for row in found}
+
+    def measurements(self, signature_hash: str, environment_id: int) -> list[Measurement]:
+        """Everything measured of a signature in one environment, small points first."""
+        with self._reading():
+            found = self._execute(
+                "SELECT m.samples_us, m.unstable, p.key FROM measurement AS m"
+                " JOIN workload_point AS p ON p.id = m.point_id"
+                f" WHERE m.signature = ? AND m.environment_id = ? ORDER BY {_POINT_ORDER}",
+                (signature_hash, environment_id),
+            )
+            return [rows.measurement_of(row) for row in found]
+
+    def skipped(self, signature_hash: str, environment_id: int) -> list[SkippedPoint]:
+        """The points of a signature that cannot run in this environment."""
+        with self._reading():
+            found = self._execute(
+                "SELECT s.reason, p.key FROM skipped_point AS s"
+                " JOIN workload_point AS p ON p.id = s.point_id"
+                f" WHERE s.signature = ? AND s.environment_id = ? ORDER BY {_POINT_ORDER}",
+                (signature_hash, environment_id),
+            )
+            return [rows.skipped_of(row) for row in found]
+
+    def steps(self, configuration_id: int, environment_id: int) -> list[StepMeasurement]:
+        """The live steps of a configuration in one environment."""
+        with self._reading():
+            found = self._execute(
+                "SELECT * FROM step_measurement WHERE configuration_id = ?"
+                " AND environment_id = ? ORDER BY num_layers, batch",
+                (configuration_id, environment_id),
+            )
+            return [rows.step_of(row) for row in found]
+
+    def step_cost(self, configuration_id: int, environment_id: int) -> StepCost | None:
+        """The fitted cost of a step; None before a fit."""
+        with self._reading():
+            row = self._execute(
+                "SELECT * FROM step_cost WHERE configuration_id = ? AND environment_id = ?",
+                (configuration_id, environment_id),
+            ).fetchone()
+            return row and rows.step_cost_of(row)
+
+    def coverage(self) -> dict[int, list[info.Coverage]]:
+        """By configuration id: the environments that measured it, and how much of it."""
+        with self._reading():
+            return info.coverage(self._connection)
+
+    def info(self) -> info.DatabaseInfo:
+        """What `dooly db info` prints."""
+        with self._reading():
+            return info.collect(self._connection, self.path)
+
+    # -- transactions ----------------------------------------------------------
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """One transaction: everything in it, or nothing."""
+        if self.read_only:
+            raise DatabaseError(f"database {self.path} was opened for reading only")
+        with explained(self.path):
+            # Take the write lock at once: a transaction that reads first cannot wait for it.
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                self._connection.execute("COMMIT")
+            finally:
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """One snapshot; rows that break their columns' promise are DatabaseErrors."""
+        with explained(self.path):
+            self._connection.execute("BEGIN")
+            try:
+                yield
+            except (ValueError, TypeError, KeyError, InputError) as error:
+                raise damaged_row(error, self.path) from error
+            finally:
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
+
+    # -- inside a transaction --------------------------------------------------
+
+    def _execute(self, statement: str, values: Sequence | dict = ()) -> sqlite3.Cursor:
+        return self._connection.execute(statement, values)
+
+    def _id(self, table: str, column: str, value: str) -> int:
+        found = self._execute(f"SELECT id FROM {table} WHERE {column} = ?", (value,))
+        return found.fetchone()["id"]
+
+    def _exists(self, table: str, key: dict) -> bool:
+        found = self._execute(f"SELECT 1 FROM {table} WHERE {_matching(key)}", key)
+        return found.fetchone() is not None
+
+    def _delete(self, table: str, key: dict) -> None:
+        self._execute(f"DELETE FROM {table} WHERE {_matching(key)}", key)
+
+    def _occurrences(self, configuration_id: int) -> list[Occurrence]:
+        found = self._execute(
+            "SELECT o.*, s.name, s.granularity, s.kind, s.canonical FROM occurrence AS o"
+            " JOIN signature AS s ON s.hash = o.signature"
+            " WHERE o.configuration_id = ? ORDER BY o.position",
+            (configuration_id,),
+        )
+        return [rows.occurrence_of(row) for row in found]
+
+    def _settle(self, signature: Signature, environment_id: int, point: WorkloadPoint) -> dict:
+        """The key of a (signature, environment, point), with its parents added."""
+        if point.kind != signature.kind:
+            raise ValueError(f"{point.key} is no point of {signature.name}: {signature.kind}")
+        self._add_signature(signature)
+        columns = rows.point_columns(point)
+        self._execute(insertion("workload_point", columns, "(key) DO NOTHING"), columns)
+        return {
+            "signature": signature.hash,
+            "environment_id": environment_id,
+            "point_id": self._id("workload_point", "key", point.key),
+        }
+
+    def _add_signature(self, signature: Signature) -> None:
+        columns = rows.signature_columns(signature)
+        self._execute(insertion("signature", columns, "(hash) DO NOTHING"), columns)
+        row = self._execute("SELECT * FROM signature WHERE hash = ?", (signature.hash,)).fetchone()
+        stored = rows.signature_of(row)
+        if stored != signature:
+            raise DatabaseError(
+                f"database {self.path} knows signature {signature.hash[:12]} as {stored.name} "
+                f"({stored.granularity}, {stored.kind}), not as {signature.name} "
+                f"({signature.granularity}, {signature.kind}): profile into a new --db"
+            )
+
+
+def _matching(key: dict) -> str:
+    return " AND ".join(f"{name} = :{name}" for name in key)

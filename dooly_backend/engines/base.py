@@ -1,0 +1,172 @@
+"""What Dooly needs of a serving engine, whichever it is.
+
+An engine holds one instance of the model with few layers and dummy weights.
+It runs *injected* steps: the caller names the batch, the engine's own code
+prepares inputs, metadata and KV-cache blocks for it (paper section 5.2).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from dooly_backend.database.records import Configuration, Environment
+from dooly_backend.workload import Batch
+
+
+@dataclass(frozen=True)
+class CapturedCall:
+    """One call during a step, with all that repeating it needs.
+
+    `target` is a module, or an operation that ran in the module at `path`;
+    then `ordinal` counts the operations of that module's call, from 0.
+    `context` is the engine's forward context of the step (KV cache, attention
+    metadata), valid until the capture it belongs to is closed. `moment` orders
+    the calls of a step.
+    """
+
+    path: str
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    context: Any
+    moment: int
+    ordinal: int | None = None
+
+    def __call__(self) -> Any:
+        """Run it again; the caller provides `Engine.running`."""
+        return self.target(*self.args, **self.kwargs)
+
+
+class Engine(ABC):
+    """A booted model. Not thread-safe: one step at a time."""
+
+    configuration: Configuration
+    environment: Environment
+    #: Kind of every layer of the full model, in order; equal kinds, equal layers.
+    layer_kinds: tuple[str, ...]
+    #: Layers of this instance: the first ones of the full model.
+    num_layers: int
+    max_model_len: int
+    #: Tokens that a request may have once a step is done; room for a sampled one is left.
+    max_request_len: int
+    max_num_tokens: int
+    max_num_reqs: int
+    vocab_size: int
+
+    @property
+    @abstractmethod
+    def modules(self) -> Mapping[str, Any]:
+        """Every module of a step by path: the model's, and the sampler as "sampler"."""
+
+    @abstractmethod
+    def module(self, path: str) -> Any:
+        """The module at a path of a trace; shared modules answer under every caller's path."""
+
+    @property
+    @abstractmethod
+    def stateful(self) -> frozenset[str]:
+        """Paths of the modules that the engine's own registry binds to request state."""
+
+    @property
+    @abstractmethod
+    def operation_bodies(self) -> Mapping[str, Callable[..., Any]]:
+        """Python bodies of the engine's custom operations, by qualified name."""
+
+    @abstractmethod
+    def kernel_identity(self) -> dict[str, Any]:
+        """What selects kernels on this device: CPU capability, library, ISA."""
+
+    @abstractmethod
+    def buffer_sizes(self) -> frozenset[int]:
+        """Sizes of the buffers that the engine makes for its own limits."""
+
+    @abstractmethod
+    def stateful_identity(self, path: str) -> dict[str, Any]:
+        """What of the engine selects the kernels of a stateful module, beside its attributes."""
+
+    @abstractmethod
+    def step(self, batch: Batch) -> None:
+        """Run one whole step for `batch`. Raises EngineError if it does not fit."""
+
+    @abstractmethod
+    def capture(
+        self, batch: Batch, paths: Collection[str]
+    ) -> AbstractContextManager[list[CapturedCall]]:
+        """Run `batch` and yield the `CapturedCall`s of `paths`, in order.
+
+        Inside the `with`, the calls can be repeated with `call`; the requests
+        hold their KV blocks until it ends.
+        """
+
+    @abstractmethod
+    def running(self, context: Any) -> AbstractContextManager[None]:
+        """The conditions of a step (inference mode, `context` as forward context)."""
+
+    def call(self, call: CapturedCall) -> Any:
+        """Run `call` again, under the context it had."""
+        with self.running(call.context):
+            return call()
+
+    @abstractmethod
+    def live_steps(
+        self,
+        batch: Batch,
+        repeats: int,
+        layers: int | None = None,
+        before: Callable[[], None] | None = None,
+    ) -> list[float]:
+        """Wall time in microseconds of `repeats` whole steps like `batch`.
+
+        Decodes continue from step to step as they do when serving; prefills
+        are new requests each time. `layers` runs only the first of them;
+        `before` is called ahead of each step, untimed.
+        """
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait until the device has finished everything."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release the engine's processes, groups and memory."""
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+@contextmanager
+def hooks(handles: Sequence[Any]) -> Iterator[None]:
+    """Remove torch hook handles at the end, whatever happens."""
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def copied(value: Any) -> Any:
+    """`value` with every tensor in it copied, strides kept.
+
+    `Tensor.clone` would make a slice of the QKV projection contiguous, and a
+    kernel may choose its path by the strides.
+    """
+    import torch
+    from torch.utils._python_dispatch import _disable_current_modes
+    from torch.utils._pytree import tree_map_only
+
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        twin = torch.empty_strided(
+            tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device
+        )
+        return twin.copy_(tensor)
+
+    # Copying is no operation of the step: a recording mode must not count it.
+    with _disable_current_modes():
+        return tree_map_only(torch.Tensor, copy, value)

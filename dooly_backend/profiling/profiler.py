@@ -1,0 +1,286 @@
+"""The duplication-aware profiler (paper section 6): times what the database does not know."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from dooly_backend.config import Sweep
+from dooly_backend.database import Database
+from dooly_backend.database.records import Signature, StepMeasurement
+from dooly_backend.engines import CapturedCall, Engine
+from dooly_backend.errors import EngineError, InputError
+from dooly_backend.operations.callgraph import occurrences, signatures
+from dooly_backend.operations.capture import Key, captured
+from dooly_backend.operations.runnable import Entry, RunnableSet, resolve
+from dooly_backend.profiling.measure import (
+    Regime,
+    Subject,
+    WorkloadPointKey,
+    measure,
+    step_samples,
+)
+from dooly_backend.profiling.timer import Timer, quiet_process, timer_for
+from dooly_backend.regression.latency import LatencyModel
+from dooly_backend.regression.step_cost import fit_step_cost
+from dooly_backend.tracing.trace import Trace
+from dooly_backend.tracing.tracer import trace_model
+from dooly_backend.workload import Batch, Request, WorkloadPoint
+
+log = logging.getLogger(__name__)
+
+
+class Progress(Protocol):
+    """Told what a profile is doing; `advance` counts finished points."""
+
+    def phase(self, name: str, total: int | None = None) -> None: ...
+
+    def advance(self, points: int = 1) -> None: ...
+
+
+class Silent:
+    """A progress that shows nothing."""
+
+    def phase(self, name: str, total: int | None = None) -> None:
+        return None
+
+    def advance(self, points: int = 1) -> None:
+        return None
+
+
+@dataclass(frozen=True)
+class ProfileResult:
+    """What a profile run found and did."""
+
+    model: str
+    operations: int  # seen in the traced pass
+    occurrences: int  # calls of one step of the full model that are measured
+    signatures_known: int
+    signatures_new: int
+    points: int  # newly measured
+    skipped: int  # newly found impossible
+    unstable: int
+    seconds: float
+    trace: Trace = field(repr=False)
+    runnable: RunnableSet = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Work:
+    """Points that are missing in the database, by the batch that shows them."""
+
+    by_batch: Mapping[Batch, tuple[WorkloadPointKey, ...]]
+    signatures: Mapping[str, Signature]
+
+    @property
+    def points(self) -> int:
+        return sum(len(keys) for keys in self.by_batch.values())
+
+
+def profile(
+    engine: Engine,
+    database: Database,
+    sweep: Sweep,
+    regime: Regime | None = None,
+    progress: Progress | None = None,
+) -> ProfileResult:
+    """Trace the engine's model, skip what `database` knows, measure the rest.
+
+    Every point is committed as soon as it is measured: a run that is killed
+    goes on where it stopped.
+    """
+    start = time.perf_counter()
+    progress = progress or Silent()
+    progress.phase("tracing")
+    trace = trace_model(engine)
+    progress.phase("finding what runs alone")
+    runnable = resolve(trace, engine)
+    signed = signatures(trace, runnable, engine)
+    environment_id = database.add_environment(engine.environment)
+    graph = occurrences(engine, signed)
+    configuration_id = database.add_configuration(engine.configuration, graph)
+    wanted = {occurrence.signature.hash for occurrence in graph}
+    signed = {entry: signature for entry, signature in signed.items() if signature.hash in wanted}
+    work = missing(engine, database, environment_id, signed.values(), sweep)
+    new = {key[0] for keys in work.by_batch.values() for key in keys}
+    timer = timer_for(engine)
+    counts = {"points": 0, "skipped": 0, "unstable": 0}
+    with quiet_process():
+        progress.phase("measuring", work.points)
+        for batch, keys in work.by_batch.items():
+            found = _measure_batch(engine, timer, batch, keys, signed, regime or Regime())
+            for key in keys:
+                signature = work.signatures[key[0]]
+                if isinstance(found, str):
+                    database.skip(signature, environment_id, key[1], found)
+                    counts["skipped"] += 1
+                else:
+                    database.record(signature, environment_id, found[key], configuration_id)
+                    counts["points"] += 1
+                    counts["unstable"] += found[key].unstable
+                progress.advance()
+        if database.step_cost(configuration_id, environment_id) is None:
+            _measure_steps(engine, timer, database, (configuration_id, environment_id), progress)
+    return ProfileResult(
+        model=engine.configuration.model,
+        operations=len(trace.operations),
+        occurrences=sum(occurrence.count for occurrence in graph),
+        signatures_known=len(wanted - new),
+        signatures_new=len(new),
+        **counts,
+        seconds=time.perf_counter() - start,
+        trace=trace,
+        runnable=runnable,
+    )
+
+
+def missing(
+    engine: Engine,
+    database: Database,
+    environment_id: int,
+    wanted: Iterable[Signature],
+    sweep: Sweep,
+) -> Work:
+    """The points of `sweep` that `database` lacks in this environment."""
+    by_hash = {signature.hash: signature for signature in wanted}
+    by_batch: dict[Batch, list[WorkloadPointKey]] = {}
+    for signature in by_hash.values():
+        settled = database.settled_points(signature.hash, environment_id)
+        for point, batch in sweep_points(signature, sweep, engine):
+            if point.key not in settled:
+                by_batch.setdefault(batch, []).append((signature.hash, point))
+    return Work({batch: tuple(keys) for batch, keys in by_batch.items()}, by_hash)
+
+
+def sweep_points(
+    signature: Signature, sweep: Sweep, engine: Engine
+) -> list[tuple[WorkloadPoint, Batch]]:
+    """The points of a signature, each with a batch that shows it, within the engine's limits."""
+    if signature.kind == "tokens":
+        points = sweep.token_points()
+    elif signature.kind == "requests":
+        points = sweep.request_points()
+    elif signature.kind == "batch":
+        points = sweep.batch_points(engine.max_request_len)
+    else:
+        points = [WorkloadPoint("constant")]
+    pairs = [(point, _batch(point, engine)) for point in points]
+    return [(point, batch) for point, batch in pairs if batch is not None]
+
+
+def _batch(point: WorkloadPoint, engine: Engine) -> Batch | None:
+    """A batch that shows `point`, None when it is beyond the engine's limits."""
+    if point.kind == "batch":
+        batch = point.batch
+    elif point.kind == "requests":
+        assert point.num_reqs is not None
+        batch = Batch.decode(point.num_reqs, min(64, engine.max_request_len - 1))
+    else:
+        batch = _prefills(point.num_tokens or 1, engine.max_request_len)
+    assert batch is not None
+    fits = (
+        batch.num_tokens <= engine.max_num_tokens
+        and batch.num_reqs <= engine.max_num_reqs
+        and batch.longest <= engine.max_request_len
+    )
+    return batch if fits else None
+
+
+def _prefills(tokens: int, longest: int) -> Batch:
+    """`tokens` new tokens in as few prefills as the engine's longest request allows."""
+    whole, rest = divmod(tokens, longest)
+    lengths = [longest] * whole + [rest] * bool(rest)
+    return Batch(tuple(Request(length, 0) for length in lengths))
+
+
+def _measure_batch(
+    engine: Engine,
+    timer: Timer,
+    batch: Batch,
+    keys: Sequence[WorkloadPointKey],
+    signed: Mapping[Entry, Signature],
+    regime: Regime,
+) -> dict | str:
+    """Measurements of `keys` in one captured step, or the reason why it cannot run."""
+    entries = list(signed)
+    try:
+        with captured(engine, batch, [entry.key for entry in entries]) as calls:
+            subjects = {key: _subject(key[0], entries, signed, calls) for key in keys}
+            return measure(engine, timer, subjects, regime)
+    except EngineError as error:
+        return str(error)
+
+
+def _subject(
+    signature_hash: str,
+    entries: Sequence[Entry],
+    signed: Mapping[Entry, Signature],
+    calls: Sequence[CapturedCall],
+) -> Subject:
+    """The call to time for a signature: the last one, in a layer behind another like it."""
+    keys: set[Key] = {entry.key for entry in entries if signed[entry].hash == signature_hash}
+    indices = [i for i, call in enumerate(calls) if (call.path, call.ordinal) in keys]
+    if not indices:
+        raise InputError("the captured step does not run a call that the trace has: trace again")
+    chosen = indices[-1]
+    others = [i for i in indices if i != chosen and calls[i].target is not calls[chosen].target]
+    weightless = [i for i in indices if i != chosen]
+    sibling = (others or weightless or [None])[-1]
+    predecessor = calls[chosen - 1] if chosen > 0 else None
+    return Subject(
+        calls[chosen], predecessor, calls[sibling] if sibling is not None else None
+    )
+
+
+def _measure_steps(
+    engine: Engine,
+    timer: Timer,
+    database: Database,
+    ids: tuple[int, int],
+    progress: Progress,
+    repeats: int = 9,
+) -> None:
+    """Live steps beside the sums of their operations: the step's own cost."""
+    configuration_id, environment_id = ids
+    batches = step_batches(engine)
+    depths = sorted({1, engine.num_layers})
+    progress.phase("timing whole steps", len(batches) * len(depths))
+    model = LatencyModel.load(
+        database,
+        engine.configuration.digest,
+        engine.environment.digest,
+    )
+    for batch in batches:
+        for layers in depths:
+            live = step_samples(engine, timer, batch, layers, repeats)
+            operations = operations_us(engine, model, batch, layers)
+            step = StepMeasurement(batch, layers, live, operations)
+            database.record_step(configuration_id, environment_id, step, replace=True)
+            progress.advance()
+    steps = database.steps(configuration_id, environment_id)
+    database.set_step_cost(configuration_id, environment_id, fit_step_cost(steps))
+
+
+def step_batches(engine: Engine) -> list[Batch]:
+    """Small steps, whose own cost is not lost in their operations' noise."""
+    context = min(256, engine.max_model_len // 2)
+    counts = [n for n in (1, 4, 16) if n <= engine.max_num_reqs]
+    prefills = [Batch.prefill(n) for n in (32, 128) if n < engine.max_model_len]
+    return [Batch.decode(n, context) for n in counts] + prefills
+
+
+def operations_us(engine: Engine, model: LatencyModel, batch: Batch, layers: int) -> float:
+    """Sum of the operations in a step of the first `layers` layers."""
+    total = 0.0
+    for occurrence in model.occurrences:
+        count: float = 1
+        if occurrence.layers:
+            inside = sum(1 for layer in occurrence.layers if layer < layers)
+            count = occurrence.count / len(occurrence.layers) * inside
+        total += count * model.occurrence(occurrence, batch).median_us
+    return total
+
+

@@ -1,0 +1,106 @@
+"""Timing one call as a step would run it: cold weights, warm code, real predecessor.
+
+A hot loop on the same tensors finds the weights in the cache and is up to 52%
+too fast for a decode; see docs/measuring.md for the regimes compared.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dooly_backend.engines import Engine
+
+Call = Callable[[], Any]
+
+
+class Timer(ABC):
+    """Times one call at a time, on one device."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Empty the caches of weights, by reading: written lines would be written back later."""
+
+    @abstractmethod
+    def time_us(self, call: Call) -> float:
+        """Microseconds that `call` takes on the device."""
+
+
+class CpuTimer(Timer):
+    """Wall time of the calling thread; operations on a CPU are synchronous."""
+
+    def __init__(self, cache_bytes: int | None = None) -> None:
+        size = 2 * (cache_bytes or last_level_cache())
+        self._buffer = torch.ones(max(size, 1 << 24) // 8, dtype=torch.int64)
+
+    def flush(self) -> None:
+        self._buffer.sum()
+
+    def time_us(self, call: Call) -> float:
+        start = time.perf_counter_ns()
+        call()
+        return (time.perf_counter_ns() - start) / 1000
+
+
+class CudaTimer(Timer):
+    """Time between two events around the call, launched behind work that hides the host.
+
+    Kernels of a call are launched while the device still flushes, so that the
+    events see them back to back, as in a step that the device bounds.
+    """
+
+    _FLUSH_BYTES = 192 << 20
+
+    def __init__(self) -> None:
+        self._buffer = torch.ones(self._FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
+        self._start = torch.cuda.Event(enable_timing=True)
+        self._end = torch.cuda.Event(enable_timing=True)
+
+    def flush(self) -> None:
+        self._buffer.sum()
+
+    def time_us(self, call: Call) -> float:
+        # Long enough for the host to launch the call behind it.
+        torch.cuda._sleep(2_000_000)
+        self._start.record()
+        call()
+        self._end.record()
+        self._end.synchronize()
+        return self._start.elapsed_time(self._end) * 1000
+
+
+def timer_for(engine: Engine) -> Timer:
+    """The timer of the engine's device."""
+    return CudaTimer() if engine.environment.device_kind == "cuda" else CpuTimer()
+
+
+def last_level_cache(default: int = 32 << 20) -> int:
+    """Bytes of the largest cache of the first CPU; `default` where the system does not say."""
+    sizes = []
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        text = path.read_text().strip()
+        unit = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(text[-1:], 1)
+        sizes.append(int(text.rstrip("KMG")) * unit)
+    return max(sizes, default=default)
+
+
+@contextmanager
+def quiet_process() -> Iterator[None]:
+    """Keep the garbage collector out of the measurements."""
+    gc.collect()
+    gc.freeze()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+        gc.unfreeze()

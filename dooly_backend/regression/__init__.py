@@ -1,0 +1,1 @@
+"""From measurements to predictions: times between and beyond the measured points."""

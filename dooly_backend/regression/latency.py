@@ -1,0 +1,111 @@
+"""The time of an engine's step, from what a database measured.
+
+with Database.open("latency.db", read_only=True) as database:
+    model = LatencyModel.load(database, "Qwen/Qwen3-0.6B")
+model.step_us(Batch.parse("2x128+0,8x1+1024"))
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from dooly_backend.database import Database
+from dooly_backend.database.records import (
+    Configuration,
+    Environment,
+    Occurrence,
+    StepCost,
+)
+from dooly_backend.regression.baseline import SignatureLatency, signature_latency
+from dooly_backend.regression.select import select
+from dooly_backend.workload import Batch
+
+
+@dataclass(frozen=True)
+class Latency:
+    """The time of one call of an operation or module, in microseconds."""
+
+    min_us: float
+    mean_us: float
+    median_us: float
+    max_us: float
+    std_us: float
+    measured: bool  # exactly this was measured
+    extrapolated: bool  # it lies outside the profiled range
+
+
+@dataclass(frozen=True)
+class LatencyModel:
+    """Times of one configuration in one environment, at any batch."""
+
+    configuration: Configuration
+    environment: Environment
+    occurrences: tuple[Occurrence, ...]
+    step_cost: StepCost | None
+    signatures: Mapping[str, SignatureLatency] = field(repr=False)  # by hash
+
+    @classmethod
+    def load(
+        cls,
+        database: Database,
+        model: str | None = None,
+        environment: str | None = None,
+        **filters: Any,
+    ) -> LatencyModel:
+        """Everything that is needed of `database`, which may be closed afterwards.
+
+        `model` is a name, its last part, or a configuration's digest;
+        `environment` a device, a part of its name, or a digest; `filters` are
+        fields of `Configuration` (tensor_parallel=2; None: any). Each may be
+        left out when only one fits. Raises InputError, naming the choices,
+        when none or several fit or measurements are missing.
+        """
+        configuration_id, environment_id = select(database, model, environment, filters)
+        occurrences = tuple(database.occurrences(configuration_id))
+        signatures = {
+            signature.hash: signature_latency(
+                signature, database.measurements(signature.hash, environment_id)
+            )
+            for signature in {occurrence.signature for occurrence in occurrences}
+        }
+        return cls(
+            database.configurations()[configuration_id],
+            database.environments()[environment_id],
+            occurrences,
+            database.step_cost(configuration_id, environment_id),
+            signatures,
+        )
+
+    def occurrence(self, occurrence: Occurrence, batch: Batch) -> Latency:
+        """One call of it. Raises InputError when nothing of the kind was measured."""
+        estimate, measured = self.signatures[occurrence.signature.hash].at(batch)
+        return Latency(*estimate.statistics, measured=measured, extrapolated=estimate.extrapolated)
+
+    def operations_us(self, batch: Batch) -> float:
+        """All operations of one step of the whole model: medians times counts."""
+        return sum(
+            count * self.signatures[signature].at(batch)[0].statistics.median_us
+            for signature, count in self._counts.items()
+        )
+
+    def step_us(self, batch: Batch) -> float:
+        """One step of the whole model: its operations and the step's own cost.
+
+        Without a fitted step cost that part is missing from the result.
+        """
+        if self.step_cost is None:
+            return self.operations_us(batch)
+        own = self.step_cost.time_us(self.configuration.num_layers, batch.num_reqs)
+        return self.operations_us(batch) + own
+
+    @cached_property
+    def _counts(self) -> Counter[str]:
+        """How often one step runs each signature."""
+        counts: Counter[str] = Counter()
+        for occurrence in self.occurrences:
+            counts[occurrence.signature.hash] += occurrence.count
+        return counts

@@ -1,0 +1,166 @@
+"""Which configuration and environment of a database is meant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+from dooly_backend.database import Database
+from dooly_backend.database.records import Configuration, Environment
+from dooly_backend.errors import InputError
+
+_DIGEST_SHOWN = 12
+_DIGEST_SHORTEST = 6  # hex digits that select by digest
+
+# What tells two configurations of one model apart, besides the contents of its config.
+_TELLING = tuple(
+    field.name
+    for field in fields(Configuration)
+    if field.name not in ("model", "hf_config", "facts")
+)
+
+
+def select(
+    database: Database,
+    model: str | None,
+    environment: str | None,
+    filters: Mapping[str, Any],
+) -> tuple[int, int]:
+    """Row ids of the one configuration and environment that fit and are measured.
+
+    Raises InputError that names the choices when none or several fit, and
+    TypeError for a filter that no configuration has.
+    """
+    configurations = _matching_configurations(database, model, filters)
+    environments = _matching_environments(database, environment)
+    coverage = database.coverage()
+    complete = [
+        (configuration_id, place.environment_id)
+        for configuration_id in configurations
+        for place in coverage.get(configuration_id, ())
+        if place.complete and place.environment_id in environments
+    ]
+    if not complete:
+        raise _unmeasured(database, configurations, environments)
+    chosen = {configuration_id for configuration_id, _ in complete}
+    if len(chosen) > 1:
+        choices = _tell_apart([configurations[i] for i in sorted(chosen)])
+        raise InputError(
+            f"database {database.path} holds {len(chosen)} configurations that fit: "
+            f"{'; '.join(choices)}: say which one, by model, by what differs, or by digest"
+        )
+    if len(complete) > 1:
+        choices = [_place(environments[i]) for _, i in complete]
+        raise InputError(
+            f"database {database.path} has measurements of {len(choices)} environments: "
+            f"{'; '.join(choices)}: choose one with --environment DEVICE or its digest"
+        )
+    return complete[0]
+
+
+def _matching_configurations(
+    database: Database, model: str | None, filters: Mapping[str, Any]
+) -> dict[int, Configuration]:
+    unknown = sorted(set(filters) - set(_TELLING))
+    if unknown:
+        raise TypeError(f"configurations have no {', '.join(unknown)}: {', '.join(_TELLING)}")
+    stored = database.configurations()
+    if not stored:
+        raise InputError(
+            f"database {database.path} holds no configuration: "
+            f"run `dooly profile MODEL --db {database.path}` first"
+        )
+    named = {i: c for i, c in stored.items() if model is None or _is_called(c, model)}
+    if not named:
+        names = ", ".join(sorted({c.model for c in stored.values()}))
+        raise InputError(
+            f"database {database.path} has no model {model!r}, only {names}: "
+            f"run `dooly profile {model} --db {database.path}` first"
+        )
+    wanted = {name: value for name, value in filters.items() if value is not None}
+    fitting = {i: c for i, c in named.items() if all(getattr(c, n) == v for n, v in wanted.items())}
+    if not fitting:
+        asked = ", ".join(f"{name}={value}" for name, value in wanted.items())
+        choices = _tell_apart(list(named.values()), always=tuple(wanted))
+        raise InputError(
+            f"database {database.path} has no configuration with {asked}, only "
+            f"{'; '.join(choices)}: run `dooly profile` with these options first"
+        )
+    return fitting
+
+
+def _is_called(configuration: Configuration, name: str) -> bool:
+    """By the model's name, its last part, or the configuration's digest."""
+    names = {configuration.model, configuration.model.rstrip("/").rsplit("/", 1)[-1]}
+    by_digest = len(name) >= _DIGEST_SHORTEST and configuration.digest.startswith(name.lower())
+    return name in names or by_digest
+
+
+def _matching_environments(database: Database, text: str | None) -> dict[int, Environment]:
+    """By digest or by device; a device's whole name goes before a part of it."""
+    stored = database.environments()
+    if text is None:
+        return stored
+    wanted = text.casefold()
+    tests = (
+        lambda e: len(wanted) >= _DIGEST_SHORTEST and e.digest.startswith(wanted),
+        lambda e: e.device.casefold() == wanted,
+        lambda e: wanted in e.device.casefold(),
+    )
+    for test in tests:
+        found = {i: e for i, e in stored.items() if test(e)}
+        if found:
+            return found
+    choices = "; ".join(map(_place, stored.values())) or "none"
+    raise InputError(
+        f"database {database.path} has no environment {text!r}, only {choices}: "
+        "choose one of these, or run `dooly profile` there"
+    )
+
+
+def _unmeasured(
+    database: Database,
+    configurations: Mapping[int, Configuration],
+    environments: Mapping[int, Environment],
+) -> InputError:
+    """What is missing, and how to measure it."""
+    coverage = database.coverage()
+    parts = [
+        f"{configurations[i].model} has {place.measured} of {place.signatures} signatures "
+        f"measured on {_place(environments[place.environment_id])}"
+        for i in configurations
+        for place in coverage.get(i, ())
+        if place.environment_id in environments
+    ]
+    names = _unique(configuration.model for configuration in configurations.values())
+    state = "; ".join(parts) or f"nothing of {', '.join(names)} is measured there"
+    return InputError(
+        f"database {database.path} is not complete: {state}: "
+        f"run `dooly profile {' '.join(names)} --db {database.path}`"
+    )
+
+
+def _place(environment: Environment) -> str:
+    return (
+        f"{environment.device}, {environment.engine} {environment.engine_version} "
+        f"({environment.digest[:_DIGEST_SHOWN]})"
+    )
+
+
+def _tell_apart(configurations: Sequence[Configuration], always: tuple[str, ...] = ()) -> list[str]:
+    """A line for each, with the fields in which they differ and the digest."""
+    differing = [
+        name
+        for name in _TELLING
+        if name in always or len({getattr(c, name) for c in configurations}) > 1
+    ]
+    lines = []
+    for c in configurations:
+        values = [f"{name}={getattr(c, name)}" for name in differing]
+        lines.append(" ".join([c.model, *values, f"({c.digest[:_DIGEST_SHOWN]})"]))
+    return lines
+
+
+def _unique(names: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(names))

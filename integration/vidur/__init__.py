@@ -1,0 +1,1 @@
+"""Vidur itself on an export of ours."""

@@ -1,0 +1,1 @@
+"""Exporters, one folder per simulator; installed as the package `dooly_shims`."""

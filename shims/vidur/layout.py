@@ -1,0 +1,119 @@
+"""Where the files lie: as the repository reads them, or as the PyPI release does."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import json
+import lzma
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .model import Device, Dimensions
+from .ranges import Layout
+from .tables import Row, Tables, network_columns
+
+_ORGANISATION = "dooly"
+_REVISION_LENGTH = 40  # of a git commit, which the hub's cache names snapshots by
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What the launcher needs to find the tables, relative to the export.
+
+    `flags` are file flags of the repository; `datasets` names of the PyPI release.
+    """
+
+    flags: dict[str, str]
+    datasets: dict[str, str]
+
+
+def write_tables(
+    folder: Path, tables: Tables, dimensions: Dimensions, device: Device, layout: Layout
+) -> Placement:
+    """Write all tables under `folder`. Raises OSError."""
+    if layout == "repo":
+        return _write_repo(folder, tables, dimensions, device)
+    return _write_pypi(folder, tables, dimensions, device)
+
+
+def _write_repo(folder: Path, tables: Tables, dimensions: Dimensions, device: Device) -> Placement:
+    compute = f"data/profiling/compute/{device.name}/{dimensions.name}"
+    network = f"data/profiling/network/{device.network}"
+    flags = {
+        "compute": f"{compute}/mlp.csv",
+        "attention": f"{compute}/attention.csv",
+        "all_reduce": f"{network}/all_reduce.csv",
+        "send_recv": f"{network}/send_recv.csv",
+    }
+    texts = _texts(tables)
+    for name, text in zip(flags.values(), texts.values(), strict=True):
+        _write(folder / name, text.encode())
+    return Placement(flags, {})
+
+
+def _write_pypi(folder: Path, tables: Tables, dimensions: Dimensions, device: Device) -> Placement:
+    texts = _texts(tables)
+    compute = {"mlp.csv.xz": texts["mlp"], "attention.csv.xz": texts["attention"]}
+    network = {"all_reduce.csv.xz": texts["all_reduce"], "send_recv.csv.xz": texts["send_recv"]}
+    label = dimensions.name.replace("/", "-").lower()
+    datasets = {
+        "compute": _write_dataset(
+            folder / "profiling_data" / "compute",
+            f"{label}-{device.name}",
+            {"model": dimensions.name, "device_sku": device.name},
+            compute,
+        ),
+        "network": _write_dataset(
+            folder / "profiling_data" / "network", device.network, {"sku": device.network}, network
+        ),
+    }
+    return Placement({}, datasets)
+
+
+def _write_dataset(folder: Path, label: str, config: dict[str, str], texts: dict[str, str]) -> str:
+    """A dataset as the Hugging Face hub caches it; returns its id.
+
+    The id and the revision hold the content's digest: Vidur caches by id.
+    """
+    content = json.dumps([config, texts], sort_keys=True).encode()
+    revision = hashlib.sha256(content).hexdigest()[:_REVISION_LENGTH]
+    name = f"{label}-{revision[:12]}"
+    root = folder / f"datasets--{_ORGANISATION}--{name}"
+    _write(root / "refs" / "main", revision.encode())
+    snapshot = root / "snapshots" / revision
+    _write(snapshot / "config.json", (json.dumps(config, indent=2) + "\n").encode())
+    for file, text in texts.items():
+        _write(snapshot / file, lzma.compress(text.encode(), preset=1))
+    return f"{_ORGANISATION}/{name}"
+
+
+def _texts(tables: Tables) -> dict[str, str]:
+    return {
+        "mlp": _csv(tables.mlp),
+        "attention": _csv(tables.attention),
+        "all_reduce": _csv(tables.all_reduce, network_columns("all_reduce")),
+        "send_recv": _csv(tables.send_recv, network_columns("send_recv")),
+    }
+
+
+def _csv(rows: Sequence[Row], columns: Sequence[str] = ()) -> str:
+    """CSV text; `columns` are for a table without rows."""
+    columns = list(rows[0]) if rows else list(columns)
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows([_text(row[column]) for column in columns] for row in rows)
+    return buffer.getvalue()
+
+
+def _text(value: object) -> str:
+    # Nine digits: far below any measurement, and the same on every machine.
+    return f"{value:.9g}" if isinstance(value, float) else str(value)
+
+
+def _write(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)

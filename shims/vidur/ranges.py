@@ -1,0 +1,196 @@
+"""What a table covers: Vidur's rounding rules, and ranges taken from what was measured.
+
+Vidur never looks between its grid points. Tokens of a step are rounded up to
+8, lengths of the KV cache up to a granularity; a prefill chunk up to 32 in the
+PyPI release, and not at all in the repository, whose random forest then takes
+the nearest row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from dooly_backend.errors import InputError
+from dooly_backend.workload import Batch
+
+from .costs import StepCosts
+
+Layout = Literal["repo", "pypi"]
+LAYOUTS: tuple[Layout, ...] = ("repo", "pypi")
+
+TOKEN_STEP = 8
+CHUNK_STEP = 32
+#: Vidur predicts every cell in advance: more cells than this and it takes minutes.
+MAX_CELLS = {"repo": 200_000, "pypi": 6_000}
+SMALLEST_GRANULARITY = 16
+#: Where nothing measured says otherwise.
+LARGEST_CHUNK, LARGEST_BATCH, LARGEST_LENGTH = 8192, 256, 32768
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """What the tables cover and Vidur may look up.
+
+    `max_length` is a request's tokens when it ends, `max_chunk` the new tokens
+    of one step, `max_batch` its requests, `granularity` the step of KV lengths.
+    """
+
+    max_length: int
+    max_chunk: int
+    max_batch: int
+    granularity: int
+
+    @property
+    def max_tokens(self) -> int:
+        """Largest number of tokens of one step, a multiple of 8."""
+        return round_up(max(self.max_chunk, self.max_batch), TOKEN_STEP)
+
+    @property
+    def prediction_max_tokens(self) -> int:
+        """Vidur's one limit on the tokens of a step and on KV lengths."""
+        return round_up(max(self.max_length, self.max_tokens), self.granularity)
+
+    def token_counts(self) -> list[int]:
+        """Rows of mlp.csv. Only the multiples of 8 are looked up; 1 to 7 are for readers."""
+        return [*range(1, TOKEN_STEP), *range(TOKEN_STEP, self.max_tokens + 1, TOKEN_STEP)]
+
+    def chunks(self, layout: Layout) -> list[int]:
+        """Prefill chunks of attention.csv; the repository also looks up small ones."""
+        small = range(TOKEN_STEP, CHUNK_STEP, TOKEN_STEP) if layout == "repo" else ()
+        return [*small, *range(CHUNK_STEP, self.max_chunk + 1, CHUNK_STEP)]
+
+    def prefills(self, layout: Layout) -> list[tuple[int, int, int]]:
+        """(chunk, KV length as Vidur labels it, tokens cached before the chunk).
+
+        The repository labels a chunk with what is cached before it, the PyPI
+        release with what is cached after it (rounded up, so that every first
+        chunk has the label of its own length).
+        """
+        cells = []
+        for chunk in self.chunks(layout):
+            if layout == "repo":
+                labels = range(0, self.max_length - chunk + 1, self.granularity)
+                cells += [(chunk, label, label) for label in labels]
+                continue
+            # A cell's shortest chunk is 31 shorter; alone it may have a smaller label.
+            first = round_up(chunk - CHUNK_STEP + 1, self.granularity)
+            own = round_up(chunk, self.granularity)
+            last = round_up(self.max_length, self.granularity)
+            for label in range(first, last + 1, self.granularity):
+                # The last label may lie beyond the longest request.
+                history = 0 if label <= own else min(label, self.max_length) - chunk
+                cells.append((chunk, label, history))
+        return cells
+
+    def decodes(self) -> list[tuple[int, int, int]]:
+        """(batch size, KV length as Vidur labels it, tokens cached before the step).
+
+        A label stands for all lengths that are rounded up to it, which a
+        growing request passes one by one: its row is taken in their middle.
+        """
+        last = round_up(self.max_length, self.granularity)
+        labels = range(self.granularity, last + 1, self.granularity)
+        longest = self.max_length - 1  # the new token needs its place
+        half = self.granularity // 2
+        return [
+            (size, label, max(1, min(label - half, longest)))
+            for size in range(1, self.max_batch + 1)
+            for label in labels
+        ]
+
+
+def round_up(value: int, step: int) -> int:
+    return -(-value // step) * step
+
+
+class Limits(Protocol):
+    """What a user may set of the ranges; None: take what was measured."""
+
+    @property
+    def max_length(self) -> int | None: ...
+    @property
+    def max_chunk(self) -> int | None: ...
+    @property
+    def max_batch(self) -> int | None: ...
+    @property
+    def granularity(self) -> int | None: ...
+
+
+def choose_ranges(costs: StepCosts, limits: Limits, layout: Layout) -> Ranges:
+    """The ranges that `limits` give, else those that were measured.
+
+    Raises InputError where they contradict each other or the model.
+    """
+    limit = costs.max_model_len or LARGEST_LENGTH
+    chunk = limits.max_chunk or _measured_chunk(costs, min(limit, LARGEST_CHUNK))
+    batch = limits.max_batch or _measured_batch(costs, LARGEST_BATCH)
+    length = limits.max_length or _measured_length(costs, limit)
+    if length > limit:
+        raise InputError(f"max_length {length} is beyond the model's {limit} tokens")
+    if chunk < CHUNK_STEP or length < CHUNK_STEP:
+        raise InputError(f"max_chunk and max_length must be {CHUNK_STEP} or more")
+    length = max(length, min(chunk, limit))
+    chunk = min(chunk, length) // CHUNK_STEP * CHUNK_STEP
+    granularity = limits.granularity or _granularity(length, chunk, batch, layout)
+    return Ranges(length, chunk, batch, granularity)
+
+
+def _granularity(length: int, chunk: int, batch: int, layout: Layout) -> int:
+    """The finest power of two with which Vidur stays quick."""
+    granularity = SMALLEST_GRANULARITY
+    while not _is_quick(length // granularity, chunk, batch, layout):
+        granularity *= 2
+    return granularity
+
+
+def _is_quick(lengths: int, chunk: int, batch: int, layout: Layout) -> bool:
+    if lengths <= 1:
+        return True
+    rows = lengths * (batch + chunk // CHUNK_STEP)
+    return rows <= MAX_CELLS["pypi"] and (layout == "pypi" or lengths * chunk <= MAX_CELLS["repo"])
+
+
+def _measured_chunk(costs: StepCosts, limit: int) -> int:
+    limit = min(limit, costs.engine_limit("max_num_batched_tokens") or limit)
+    steps = limit // CHUNK_STEP
+    return CHUNK_STEP * _largest(
+        steps, lambda n: costs.is_measured(Batch.prefill(n * CHUNK_STEP)), fallback=steps
+    )
+
+
+def _measured_length(costs: StepCosts, limit: int) -> int:
+    steps = limit // CHUNK_STEP
+    return CHUNK_STEP * _largest(
+        steps, lambda n: costs.is_measured(Batch.decode(1, n * CHUNK_STEP - 1)), fallback=steps
+    )
+
+
+def _measured_batch(costs: StepCosts, limit: int) -> int:
+    limit = min(limit, costs.engine_limit("max_num_seqs") or limit)
+
+    def is_measured(size: int) -> bool:
+        # Short contexts may lie below what was measured, long ones above it.
+        return any(costs.is_measured(Batch.decode(size, 2**power)) for power in range(4, 12))
+
+    return _largest(limit, is_measured, fallback=1)
+
+
+def _largest(limit: int, holds: Callable[[int], bool], fallback: int) -> int:
+    """The largest n from 1 to `limit` that holds, if all from some n to it do.
+
+    `fallback` where none is found among `limit` and the powers of two below it.
+    """
+    limit = max(1, limit)
+    if holds(limit):
+        return limit
+    powers = [2**exponent for exponent in range(limit.bit_length()) if 2**exponent < limit]
+    low = next((power for power in reversed(powers) if holds(power)), None)
+    if low is None:
+        return max(1, fallback)
+    high = min(2 * low, limit)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low

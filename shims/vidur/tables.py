@@ -1,0 +1,187 @@
+"""Rows of Vidur's tables: milliseconds per layer and tensor-parallel rank.
+
+Vidur adds ``layers * (every mlp.csv operation + attn_prefill + attn_decode)``
+and knows no cost per step. So with T, attention and g of `costs` and L layers
+
+- ``add`` also holds what runs once per step over tokens, and g(1);
+- ``attn_decode`` also holds what a pure decode step of that batch size costs
+  beyond its attention and the other rows: g(B) - g(1), and T(B) minus T of the
+  number of tokens that Vidur rounds B up to. That can be below zero.
+
+So prefills of one request and decodes add up exactly; what is left of mixed
+batches is in the manifest.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dooly_backend.workload import Batch
+
+from .costs import ZERO, Cell, StepCosts, total
+from .mapping import ALL_REDUCE, ATTENTION_OPS, MLP_OPS
+from .model import Dimensions
+from .ranges import TOKEN_STEP, Layout, Ranges, round_up
+
+STATISTICS = ("min", "max", "mean", "median", "std")
+#: Vidur counts tensor-parallel communication twice per layer.
+ALL_REDUCES_PER_LAYER = 2
+#: Bytes that Vidur takes for one element when it turns sizes into tokens.
+VIDUR_ELEMENT_BYTES = 2
+#: A random forest trains each tree on rows drawn with replacement, so a tree
+#: misses a third of rows that occur once and answers with a neighbour's value:
+#: up to 8% off for one operation. Four rows each (they differ in a column that
+#: Vidur does not read, as it drops equal rows) bring that below 1%.
+COPIES = 4
+COPY_COLUMN = "copy"
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Rows of the four files, and what the times in them rest on.
+
+    `sources` counts distinct cells by file: measured, interpolated, extrapolated.
+    """
+
+    mlp: list[Row]
+    attention: list[Row]
+    all_reduce: list[Row]
+    send_recv: list[Row]
+    sources: dict[str, dict[str, int]]
+
+
+def build_tables(
+    all_costs: Sequence[StepCosts], dimensions: Dimensions, ranges: Ranges, layout: Layout
+) -> Tables:
+    """Tables of all degrees of tensor parallelism in `all_costs`."""
+    sources: dict[str, Counter[str]] = {"mlp": Counter(), "attention": Counter()}
+    mlp: list[Row] = []
+    attention: list[Row] = []
+    all_reduce: list[Row] = []
+    for costs in all_costs:
+        mlp += _mlp_rows(costs, dimensions, ranges, sources["mlp"])
+        attention += _attention_rows(costs, dimensions, ranges, layout, sources["attention"])
+        if costs.model.configuration.tensor_parallel > 1:
+            all_reduce += _all_reduce_rows(costs, dimensions, ranges)
+    counted = {file: dict(sorted(counter.items())) for file, counter in sources.items()}
+    return Tables(mlp, attention, all_reduce, [], counted)
+
+
+def mlp_cells(costs: StepCosts, tokens: int) -> dict[str, Cell]:
+    """Each operation of mlp.csv for a step of `tokens` tokens, per layer; emb per step."""
+    batch = Batch.prefill(tokens)
+    share = 1 / costs.layers
+    cells = {op: costs.home(op, batch).times(share) for op in MLP_OPS}
+    cells["add"] = cells["add"] + costs.requests(1).times(share)
+    cells["emb"] = costs.shown("emb", batch)
+    return cells
+
+
+def prefill_cell(costs: StepCosts, chunk: int, history: int) -> Cell:
+    """attn_prefill of `chunk` tokens after `history`, per layer."""
+    return costs.attention(Batch.prefill(chunk, history)).times(1 / costs.layers)
+
+
+def decode_cell(costs: StepCosts, size: int, context: int) -> Cell:
+    """attn_decode of `size` requests, per layer, with the rest of their step (module docs)."""
+    rounding = costs.tokens(size).median - costs.tokens(round_up(size, TOKEN_STEP)).median
+    requests = costs.requests(size).median - costs.requests(1).median
+    cell = costs.attention(Batch.decode(size, context)).moved(rounding + requests)
+    return cell.times(1 / costs.layers)
+
+
+def _mlp_rows(
+    costs: StepCosts, dimensions: Dimensions, ranges: Ranges, sources: Counter[str]
+) -> Iterator[Row]:
+    degree = costs.model.configuration.tensor_parallel
+    for tokens in ranges.token_counts():
+        cells = mlp_cells(costs, tokens)
+        sources[total(cells.values()).source] += 1
+        row = _time_columns(cells) | {
+            "n_head": dimensions.heads,
+            "n_kv_head": dimensions.kv_heads,
+            "n_embd": dimensions.hidden,
+            "n_expanded_embd": dimensions.expanded,
+            "vocab_size": dimensions.vocabulary,
+            "use_gated_mlp": dimensions.gated,
+            "num_tokens": tokens,
+            "num_tensor_parallel_workers": degree,
+        }
+        yield from _copies(row)
+
+
+def _attention_rows(
+    costs: StepCosts,
+    dimensions: Dimensions,
+    ranges: Ranges,
+    layout: Layout,
+    sources: Counter[str],
+) -> Iterator[Row]:
+    configuration = costs.model.configuration
+
+    def row(op: str, cell: Cell, batch_size: int, chunk: int, label: int) -> Row:
+        sources[cell.source] += 1
+        return _time_columns({name: cell if name == op else ZERO for name in ATTENTION_OPS}) | {
+            "n_embd": dimensions.hidden,
+            "n_q_head": dimensions.heads,
+            "n_kv_head": dimensions.kv_heads,
+            "block_size": configuration.block_size,
+            "num_tensor_parallel_workers": configuration.tensor_parallel,
+            "max_model_len": costs.max_model_len or ranges.max_length,
+            "batch_size": batch_size,
+            "prefill_chunk_size": chunk,
+            "kv_cache_size": label,
+            "is_prefill": chunk > 0,
+            "attention_backend": configuration.backend,
+        }
+
+    for chunk, label, history in ranges.prefills(layout):
+        yield from _copies(
+            row("attn_prefill", prefill_cell(costs, chunk, history), 1, chunk, label)
+        )
+    for size, label, context in ranges.decodes():
+        yield from _copies(row("attn_decode", decode_cell(costs, size, context), size, 0, label))
+
+
+def _all_reduce_rows(costs: StepCosts, dimensions: Dimensions, ranges: Ranges) -> Iterator[Row]:
+    degree = costs.model.configuration.tensor_parallel
+    for index, tokens in enumerate(ranges.token_counts()):
+        calls = costs.layers * ALL_REDUCES_PER_LAYER
+        cell = costs.home(ALL_REDUCE, Batch.prefill(tokens)).times(1 / calls)
+        yield from _copies(
+            {"": index}
+            | _time_columns({"all_reduce": cell})
+            | {
+                "rank": 0,
+                "num_workers": degree,
+                "size": tokens * dimensions.hidden * VIDUR_ELEMENT_BYTES,
+                "collective": "all_reduce",
+                "devices_per_node": degree,
+                "max_devices_per_node": degree,
+            }
+        )
+
+
+def network_columns(collective: str) -> list[str]:
+    """Columns of a network file, for one without rows."""
+    columns = [f"time_stats.{collective}.{statistic}" for statistic in STATISTICS]
+    rest = ("rank", "num_workers", "size", "collective", "devices_per_node", "max_devices_per_node")
+    return ["", *columns, *rest, COPY_COLUMN]
+
+
+def _time_columns(cells: dict[str, Cell]) -> Row:
+    return {
+        f"time_stats.{op}.{statistic}": getattr(cell, statistic)
+        for op, cell in cells.items()
+        for statistic in STATISTICS
+    }
+
+
+def _copies(row: Row) -> Iterator[Row]:
+    for copy in range(COPIES):
+        yield row | {COPY_COLUMN: copy}

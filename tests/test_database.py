@@ -1,0 +1,476 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import sqlite3
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+from sample_records import (
+    ATTENTION,
+    CPU,
+    H200,
+    LINEAR,
+    OCCURRENCES,
+    QWEN,
+    ROPE,
+    SAMPLER,
+    at,
+    signature,
+    store,
+)
+from sqlite_utils.migrations import Migrations
+
+from dooly_backend.database import Database, migrations
+from dooly_backend.database.records import StepCost, StepMeasurement
+from dooly_backend.errors import DatabaseError, InputError
+from dooly_backend.workload import Batch, WorkloadPoint
+
+ALL_MEASURED = {
+    ROPE: [at("constant", 1.0)],
+    LINEAR: [at("tokens=16", 10.0), at("tokens=32", 18.0)],
+    ATTENTION: [at("batch=1x16+0", 5.0), at("batch=4x1+64", 7.0)],
+    SAMPLER: [at("requests=1", 3.0, 4.0, 9.0, unstable=True)],
+}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "latency.db"
+
+
+@pytest.fixture
+def database(path: Path) -> Iterator[Database]:
+    with Database.open(path, create=True) as database:
+        yield database
+
+
+def query(path: Path, statement: str) -> list[tuple]:
+    connection = sqlite3.connect(path)
+    try:
+        return connection.execute(statement).fetchall()
+    finally:
+        connection.close()
+
+
+# -- environments and configurations
+
+
+def test_records_come_back_equal(database: Database) -> None:
+    configuration_id, environment_id = store(database, {})
+    assert database.environments() == {environment_id: H200}
+    stored = database.configurations()[configuration_id]
+    assert stored.digest == QWEN.digest  # integer keys of hf_config are text by now
+    assert stored.facts == QWEN.facts
+    assert database.occurrences(configuration_id) == list(OCCURRENCES)
+    assert database.signatures() == {s.signature.hash: s.signature for s in OCCURRENCES}
+
+
+def test_adding_again_changes_nothing(database: Database, path: Path) -> None:
+    first = store(database, ALL_MEASURED)
+    counts = [query(path, f"SELECT count(*) FROM {t}") for t in ("occurrence", "measurement")]
+    assert store(database, ALL_MEASURED) == first
+    assert counts == [
+        query(path, f"SELECT count(*) FROM {t}") for t in ("occurrence", "measurement")
+    ]
+
+
+def test_two_environments_and_configurations_stay_apart(database: Database) -> None:
+    assert database.add_environment(H200) != database.add_environment(CPU)
+    assert database.add_environment(H200) != database.add_environment(
+        replace(H200, facts={"driver": "580"})
+    )
+    one = database.add_configuration(QWEN, OCCURRENCES)
+    other = database.add_configuration(replace(QWEN, tensor_parallel=2), OCCURRENCES[:1])
+    assert one != other
+    assert database.occurrences(one) == list(OCCURRENCES)
+    assert database.occurrences(other) == list(OCCURRENCES[:1])
+
+
+def test_changed_occurrences_replace_the_stored_ones(database: Database) -> None:
+    configuration_id, environment_id = store(database, ALL_MEASURED)
+    changed = [*OCCURRENCES[1:3], replace(OCCURRENCES[3], count=2, signature=signature("Other"))]
+    facts = {"head_dim": 64}
+    assert database.add_configuration(replace(QWEN, facts=facts), changed) == configuration_id
+    assert database.occurrences(configuration_id) == changed
+    assert database.configurations()[configuration_id].facts == facts
+    assert database.measurements(ROPE.hash, environment_id)  # what is measured stays
+
+
+def test_occurrences_come_in_the_order_of_the_pass(database: Database) -> None:
+    configuration_id = database.add_configuration(QWEN, OCCURRENCES[::-1])
+    assert [o.position for o in database.occurrences(configuration_id)] == [0, 1, 2, 3]
+
+
+def test_a_refused_occurrence_leaves_nothing_of_its_configuration(database: Database) -> None:
+    twice = [*OCCURRENCES, replace(OCCURRENCES[0], path="elsewhere")]
+    with pytest.raises(DatabaseError, match=r"occurrence\.position"):
+        database.add_configuration(QWEN, twice)
+    assert database.configurations() == {}
+    assert database.signatures() == {}
+
+
+# -- measurements
+
+
+def test_samples_come_back_exactly(database: Database) -> None:
+    samples = (1 / 3, 12345.678901234567, 1e-9, 7.0)
+    _, environment_id = store(database, {LINEAR: [at("tokens=8", *samples, unstable=True)]})
+    assert database.measurements(LINEAR.hash, environment_id) == [
+        at("tokens=8", *samples, unstable=True)
+    ]
+
+
+def test_samples_may_be_numpy_numbers(database: Database) -> None:
+    samples = tuple(np.array([1.5, 2.5], dtype=np.float32))
+    _, environment_id = store(database, {LINEAR: [at("tokens=8", *samples)]})
+    assert database.measurements(LINEAR.hash, environment_id) == [at("tokens=8", 1.5, 2.5)]
+
+
+@pytest.mark.parametrize("samples", [(), (1.0, float("nan")), (float("inf"),), (-1.0,)])
+def test_samples_that_are_no_times_are_refused(database: Database, samples: tuple) -> None:
+    environment_id = database.add_environment(H200)
+    with pytest.raises(InputError, match="tokens=8"):
+        database.record(LINEAR, environment_id, at("tokens=8", *samples))
+    assert database.settled_points(LINEAR.hash, environment_id) == set()
+
+
+def test_statistics_are_stored_beside_the_samples(database: Database, path: Path) -> None:
+    store(database, {LINEAR: [at("tokens=8", 1.0, 2.0, 3.0, 4.0, 10.0)]})
+    columns = "name, point, num_tokens, n, min_us, p25_us, median_us, mean_us, max_us, std_us"
+    row = query(path, f"SELECT {columns} FROM latency")[0]
+    assert row[:-1] == ("QKVParallelLinear", "tokens=8", 8, 5, 1.0, 2.0, 3.0, 4.0, 10.0)
+    assert row[-1] == pytest.approx(10**0.5)
+    assert query(path, "SELECT device, environment_id, configuration_id FROM latency") == [
+        ("NVIDIA H200", 1, 1)
+    ]
+
+
+def test_the_first_measurement_of_a_point_is_kept(database: Database) -> None:
+    environment_id = database.add_environment(H200)
+    assert database.record(LINEAR, environment_id, at("tokens=8", 1.0))
+    assert not database.record(LINEAR, environment_id, at("tokens=8", 2.0))
+    assert database.measurements(LINEAR.hash, environment_id) == [at("tokens=8", 1.0)]
+
+
+def test_replace_takes_the_new_measurement(database: Database) -> None:
+    environment_id = database.add_environment(H200)
+    database.record(LINEAR, environment_id, at("tokens=8", 1.0))
+    assert database.record(LINEAR, environment_id, at("tokens=8", 2.0, 3.0), replace=True)
+    assert database.measurements(LINEAR.hash, environment_id) == [at("tokens=8", 2.0, 3.0)]
+
+
+def test_environments_do_not_share_measurements(database: Database) -> None:
+    here, there = database.add_environment(H200), database.add_environment(CPU)
+    database.record(LINEAR, here, at("tokens=8", 1.0))
+    assert database.settled_points(LINEAR.hash, there) == set()
+    assert database.measurements(LINEAR.hash, there) == []
+    assert database.record(LINEAR, there, at("tokens=8", 50.0))
+
+
+def test_measurements_come_small_points_first(database: Database) -> None:
+    sizes = [512, 8, 64, 1024, 16]
+    _, environment_id = store(database, {LINEAR: [at(f"tokens={n}", 1.0) for n in sizes]})
+    points = [m.point.num_tokens for m in database.measurements(LINEAR.hash, environment_id)]
+    assert points == sorted(sizes)
+
+
+def test_a_point_must_suit_its_signature(database: Database) -> None:
+    environment_id = database.add_environment(H200)
+    with pytest.raises(ValueError, match="requests=8"):
+        database.record(LINEAR, environment_id, at("requests=8", 1.0))
+    with pytest.raises(ValueError, match="constant"):
+        database.skip(LINEAR, environment_id, WorkloadPoint("constant"), "no memory")
+
+
+def test_a_signature_cannot_change_what_it_depends_on(database: Database) -> None:
+    environment_id = database.add_environment(H200)
+    database.record(LINEAR, environment_id, at("tokens=8", 1.0))
+    with pytest.raises(DatabaseError, match=r"tokens.*not as QKVParallelLinear \(module, requests"):
+        database.record(replace(LINEAR, kind="requests"), environment_id, at("requests=8", 1.0))
+
+
+def test_an_unknown_environment_is_refused_without_a_trace(database: Database) -> None:
+    with pytest.raises(DatabaseError, match="FOREIGN KEY"):
+        database.record(LINEAR, 99, at("tokens=8", 1.0))
+    assert database.signatures() == {}
+
+
+# -- skipped points
+
+
+def test_a_skipped_point_is_settled_with_its_reason(database: Database) -> None:
+    environment_id = database.add_environment(H200)
+    point = WorkloadPoint.parse("tokens=65536")
+    assert database.skip(LINEAR, environment_id, point, "out of memory")
+    assert database.skip(LINEAR, environment_id, point, "longer than max_model_len")
+    database.record(LINEAR, environment_id, at("tokens=8", 1.0))
+    assert database.settled_points(LINEAR.hash, environment_id) == {"tokens=8", "tokens=65536"}
+    skipped = database.skipped(LINEAR.hash, environment_id)
+    assert [(s.point, s.reason) for s in skipped] == [(point, "longer than max_model_len")]
+
+
+def test_a_point_is_measured_or_skipped_never_both(database: Database) -> None:
+    environment_id = database.add_environment(H200)
+    point = WorkloadPoint.parse("tokens=8")
+    database.skip(LINEAR, environment_id, point, "out of memory")
+    assert database.record(LINEAR, environment_id, at("tokens=8", 1.0))
+    assert database.skipped(LINEAR.hash, environment_id) == []
+    assert not database.skip(LINEAR, environment_id, point, "out of memory")
+    assert database.skipped(LINEAR.hash, environment_id) == []
+
+
+# -- steps
+
+
+def test_steps_and_their_cost_come_back(database: Database) -> None:
+    ids = store(database, {})
+    step = StepMeasurement(Batch.parse("2x128+0,8x1+1024"), 2, (900.0, 905.5), 700.25)
+    more = replace(step, num_layers=4)
+    assert all([database.record_step(*ids, more), database.record_step(*ids, step)])
+    assert database.steps(*ids) == [step, more]
+    assert not database.record_step(*ids, replace(step, operations_us=1.0))
+    assert database.steps(*ids)[0] == step
+    assert database.record_step(*ids, replace(step, operations_us=1.0), replace=True)
+    assert database.steps(*ids)[0].operations_us == 1.0
+
+    assert database.step_cost(*ids) is None
+    database.set_step_cost(*ids, StepCost(1.0, 2.0, 3.0))
+    database.set_step_cost(*ids, StepCost(100.0, 20.0, 0.5))
+    assert database.step_cost(*ids) == StepCost(100.0, 20.0, 0.5)
+
+
+# -- info and views
+
+
+def test_info_counts_what_is_there(database: Database, path: Path) -> None:
+    first, environment_id = store(database, ALL_MEASURED)
+    second, _ = store(
+        database, {}, tensor_parallel=2, occurrences=[*OCCURRENCES[:2], replace(
+            OCCURRENCES[2], signature=signature("Unmeasured"))]
+    )  # fmt: skip
+    database.skip(LINEAR, environment_id, WorkloadPoint.parse("tokens=99"), "out of memory")
+    database.add_environment(CPU)
+    info = database.info()
+
+    assert (info.path, info.schema_version) == (str(path), migrations.latest_version())
+    assert info.size_bytes >= path.stat().st_size > 0
+    assert [(e.environment, e.measurements) for e in info.environments] == [(H200, 6), (CPU, 0)]
+    assert [
+        (c.id, c.configuration.tensor_parallel, c.occurrences, c.signatures)
+        for c in info.configurations
+    ] == [(first, 1, 4, 4), (second, 2, 3, 3)]
+    assert [[(p.measured, p.complete) for p in c.coverage] for c in info.configurations] == [
+        [(4, True)],
+        [(2, False)],
+    ]
+    assert {(s.granularity, s.kind): s.count for s in info.signatures} == {
+        ("module", "batch"): 1,
+        ("module", "constant"): 1,
+        ("module", "requests"): 1,
+        ("module", "tokens"): 2,
+    }
+    assert (info.measurements, info.unstable) == (6, 1)
+    assert [(s.name, s.point, s.reason) for s in info.skipped] == [
+        (LINEAR.name, "tokens=99", "out of memory")
+    ]
+    assert {(s.name, s.configuration_ids) for s in info.shared} == {
+        (ROPE.name, (first, second)),
+        (LINEAR.name, (first, second)),
+    }
+
+
+def test_info_prints_and_is_json(database: Database) -> None:
+    _, environment_id = store(database, ALL_MEASURED, model="odd [/model] name")
+    database.skip(LINEAR, environment_id, WorkloadPoint.parse("tokens=99"), "out of memory")
+    console = Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(database.info())
+    text = console.export_text()
+    console.file.close()
+    for expected in ("odd [/model] name", "NVIDIA H200: complete", "out of memory", "6 measure"):
+        assert expected in text
+    assert json.loads(json.dumps(dataclasses.asdict(database.info())))["measurements"] == 6
+
+
+def test_views_answer_common_questions(database: Database, path: Path) -> None:
+    _, environment_id = store(database, ALL_MEASURED)
+    database.skip(LINEAR, environment_id, WorkloadPoint.parse("tokens=99"), "out of memory")
+    assert query(
+        path, "SELECT points, unstable, skipped FROM known_signature WHERE name LIKE 'QKV%'"
+    ) == [(2, 0, 1)]
+    assert query(
+        path, "SELECT model, device, signatures, measured, complete FROM configuration_coverage"
+    ) == [(QWEN.model, "NVIDIA H200", 4, 4, 1)]
+    assert query(path, "SELECT * FROM shared_signature") == []
+
+
+# -- the schema
+
+
+def test_the_schema_reads_like_documentation(database: Database, path: Path) -> None:
+    statements = query(path, "SELECT name, type, sql FROM sqlite_master WHERE sql NOT NULL")
+    documented = {name: sql for name, kind, sql in statements if kind in ("table", "view")}
+    assert len(documented) >= 14
+    for name, sql in documented.items():
+        second_line = sql.splitlines()[1].strip()
+        assert second_line.startswith("-- "), f"{name} does not say what it holds"
+        assert len(second_line) > 20, name
+
+
+def test_times_are_named_by_their_unit(database: Database, path: Path) -> None:
+    """Every REAL column, and every column that holds samples, ends in _us."""
+    tables = [n for (n,) in query(path, "SELECT name FROM sqlite_master WHERE type = 'table'")]
+    times = set()
+    for table in tables:
+        for _, column, kind, *_ in query(path, f"PRAGMA table_info({table})"):
+            assert kind in ("TEXT", "INTEGER", "REAL"), (table, column)
+            assert (kind == "REAL") <= column.endswith("_us"), (table, column)
+            if column.endswith("_us"):
+                times.add(column)
+    assert {"samples_us", "min_us", "p25_us", "median_us", "mean_us", "max_us", "std_us"} <= times
+
+
+def test_comments_stay_aligned_with_the_tables(path: Path, database: Database) -> None:
+    """Every column of every table with one line each is listed once in the statement."""
+    for name, sql in query(path, "SELECT name, sql FROM sqlite_master WHERE type = 'table'"):
+        columns = [row[1] for row in query(path, f"PRAGMA table_info({name})")]
+        written = re.findall(r"^    (\w+) +(?:TEXT|INTEGER|REAL)\b", sql, flags=re.MULTILINE)
+        assert written == columns, name
+
+
+def test_the_file_says_whose_it_is(database: Database, path: Path) -> None:
+    assert query(path, "PRAGMA application_id") == [(int.from_bytes(b"dool", "big"),)]
+    assert query(path, "PRAGMA user_version") == [(migrations.latest_version(),)]
+    assert query(path, "PRAGMA journal_mode") == [("wal",)]
+    assert query(path, "SELECT migration_set, name FROM _sqlite_migrations") == [
+        ("dooly", "m001_latency_tables")
+    ]
+
+
+def test_foreign_keys_and_checks_hold(database: Database, path: Path) -> None:
+    store(database, ALL_MEASURED)
+    assert query(path, "PRAGMA foreign_key_check") == []
+    for statement in (
+        "UPDATE signature SET kind = 'weather'",
+        "UPDATE measurement SET samples_us = '[1.0'",
+        "UPDATE measurement SET min_us = median_us + 1",
+        "UPDATE occurrence SET count = 0",
+        "UPDATE workload_point SET batch = NULL WHERE kind = 'batch'",
+    ):
+        with pytest.raises(sqlite3.IntegrityError, match="CHECK"):
+            query(path, statement)
+
+
+# -- opening
+
+
+def test_closing_leaves_one_file(path: Path) -> None:
+    with Database.open(path, create=True) as database:
+        store(database, ALL_MEASURED)
+    with Database.open(path, read_only=True) as database:
+        assert database.info().measurements == 6
+    assert [file.name for file in path.parent.iterdir()] == ["latency.db"]
+
+
+def test_an_empty_file_can_be_filled(path: Path) -> None:
+    path.touch()
+    with Database.open(path, create=True) as database:
+        store(database, ALL_MEASURED)
+        assert database.info().measurements == 6
+
+
+def test_opening_without_create_continues_a_file(path: Path) -> None:
+    with Database.open(path, create=True) as database:
+        ids = store(database, {})
+    with Database.open(str(path)) as database:
+        assert database.record(LINEAR, ids[1], at("tokens=8", 1.0))
+    with Database.open(path, create=True) as database:  # does not start anew
+        assert database.settled_points(LINEAR.hash, ids[1]) == {"tokens=8"}
+
+
+def test_a_path_may_hold_any_character(tmp_path: Path) -> None:
+    path = tmp_path / "50% off?#1 ü.db"
+    with Database.open(path, create=True) as database:
+        store(database, ALL_MEASURED)
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+
+
+def test_read_only_writes_nothing(path: Path) -> None:
+    with Database.open(path, create=True) as database:
+        ids = store(database, ALL_MEASURED)
+    before = path.read_bytes()
+    with Database.open(path, read_only=True) as database:
+        assert len(database.measurements(LINEAR.hash, ids[1])) == 2
+        with pytest.raises(DatabaseError, match="for reading only"):
+            database.record(LINEAR, ids[1], at("tokens=8", 1.0))
+        with pytest.raises(DatabaseError, match="for reading only"):
+            database.add_environment(CPU)
+    assert path.read_bytes() == before
+
+
+def test_an_unknown_builtin_is_wrong_input() -> None:
+    with pytest.raises(InputError, match="no built-in database 'h900'"):
+        Database.open("builtin:h900", read_only=True)
+    with pytest.raises(InputError, match="cannot be written"):
+        Database.open("builtin:h900", create=True)
+
+
+# -- migrations
+
+
+@pytest.fixture
+def next_version(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    """A file of today's version with measurements, and a program that is one ahead."""
+    with Database.open(path, create=True) as database:
+        store(database, ALL_MEASURED)
+    newer = Migrations("dooly")
+    newer()(migrations.m001_latency_tables)
+
+    @newer()
+    def m002_example(db) -> None:
+        db.execute("ALTER TABLE environment ADD COLUMN host TEXT")
+        db.execute("UPDATE environment SET host = 'unknown'")
+
+    monkeypatch.setattr(migrations, "MIGRATIONS", newer)
+
+
+@pytest.mark.usefixtures("next_version")
+def test_an_old_file_migrates_when_it_is_opened_for_writing(path: Path) -> None:
+    with Database.open(path) as database:
+        assert database.info().schema_version == 2
+        assert database.info().measurements == 6
+    assert query(path, "SELECT host FROM environment") == [("unknown",)]
+    assert query(path, "SELECT name FROM _sqlite_migrations ORDER BY id") == [
+        ("m001_latency_tables",),
+        ("m002_example",),
+    ]
+
+
+@pytest.mark.usefixtures("next_version")
+def test_an_old_file_is_read_without_touching_it(path: Path) -> None:
+    before = path.read_bytes()
+    with Database.open(path, read_only=True) as database:
+        assert database.info().schema_version == 2
+        assert database.info().measurements == 6
+    assert path.read_bytes() == before
+
+
+@pytest.mark.usefixtures("next_version")
+def test_a_migration_that_fails_changes_nothing(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @migrations.MIGRATIONS()
+    def m003_broken(db) -> None:
+        db.execute("DROP TABLE measurement")
+        db.execute("DROP TABLE no_such_table")
+
+    with pytest.raises(DatabaseError, match="no_such_table"):
+        Database.open(path)
+    assert query(path, "PRAGMA user_version") == [(1,)]
+    assert query(path, "SELECT count(*) FROM measurement") == [(6,)]
+    assert "host" not in [row[1] for row in query(path, "PRAGMA table_info(environment)")]
