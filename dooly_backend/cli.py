@@ -7,6 +7,7 @@ import dataclasses
 import click
 
 from dooly_backend import __version__, console
+from dooly_backend.engine_commands import profile, trace
 from dooly_backend.export_command import export
 
 
@@ -21,8 +22,8 @@ def cli() -> None:
 
     \b
     Examples:
-      dooly models
-      dooly db info --db latency.db
+      dooly profile smollm-135m
+      dooly db info
       dooly export --to vidur --db latency.db -o vidur-profiles
     """
 
@@ -94,7 +95,8 @@ def info(db: str, as_json: bool) -> None:
 
 # -- entry points -------------------------------------------------------------
 
-cli.add_command(export)
+for command in (trace, profile, export):
+    cli.add_command(command)
 
 
 def main() -> None:

@@ -47,7 +47,14 @@ def run(command: click.Command, name: str) -> NoReturn:
     handler = logging.StreamHandler()
     handler.setFormatter(_LogFormatter("{levelname}: {message}", style="{"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
-    sys.exit(exit_code(command, name))
+    code = exit_code(command, name)
+    if "torch" in sys.modules:
+        # An engine's native libraries take seconds to come down and report leaks
+        # of their own on stderr. Nothing of ours is open any more.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def exit_code(command: click.Command, name: str) -> int:

@@ -252,7 +252,9 @@ import resource, sys
 from pathlib import Path
 from dooly_backend.database import Database
 from dooly_backend.errors import DatabaseError
-from sample_records import H200, LINEAR, at
+from dooly_backend.database.records import StepMeasurement
+from dooly_backend.workload import Batch
+from sample_records import H200, LINEAR, QWEN, at
 
 path, first, last, samples, limit = Path(sys.argv[1]), *map(int, sys.argv[2:6])
 if limit:
@@ -260,7 +262,10 @@ if limit:
 try:
     with Database.open(path, create=True) as database:
         environment_id = database.add_environment(H200)
+        configuration_id = database.add_configuration(QWEN, [])
         for n in range(first, last):
+            step = StepMeasurement(Batch.prefill(n), 1, (2.0,), 1.0)
+            database.record_step(configuration_id, environment_id, step)
             new = database.record(LINEAR, environment_id, at(f"tokens={n}", *[n / 3] * samples))
             sys.stdout.write(f"{n} {int(new)}\\n")
             sys.stdout.flush()
@@ -390,6 +395,18 @@ def test_killed_while_it_creates_the_file(tmp_path: Path, writer: Writer, stage:
     assert measured(path) == {1, 2}
 
 
+def test_a_transaction_takes_its_lock_before_it_reads(tmp_path: Path) -> None:
+    """One that reads first is refused at once, not kept waiting, when another has written since."""
+    path = filled(tmp_path / "latency.db", points=1)
+    other = sqlite3.connect(path, isolation_level=None, timeout=0)
+    with Database.open(path) as database:
+        with database._writing(), pytest.raises(sqlite3.OperationalError, match="locked"):
+            other.execute("BEGIN IMMEDIATE")
+        other.execute("BEGIN IMMEDIATE")  # free again
+        other.execute("ROLLBACK")
+    other.close()
+
+
 def test_two_writers_store_each_point_once(tmp_path: Path, writer: Writer) -> None:
     """They create the file together, then record the same points."""
     path = tmp_path / "latency.db"
@@ -405,10 +422,10 @@ def test_two_writers_store_each_point_once(tmp_path: Path, writer: Writer) -> No
     with sqlite3.connect(path) as connection:
         counts = [
             connection.execute(f"SELECT count(*) FROM {table}").fetchone()[0]
-            for table in ("measurement", "workload_point", "signature", "environment")
+            for table in ("measurement", "step_measurement", "workload_point", "environment")
         ]
     connection.close()
-    assert counts == [200, 200, 1, 1]
+    assert counts == [200, 200, 200, 1]
 
 
 def test_looking_at_a_file_keeps_the_locks_of_this_process(tmp_path: Path, writer: Writer) -> None:

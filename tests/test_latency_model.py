@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from sample_records import ATTENTION, CPU, H200, LINEAR, OCCURRENCES, QWEN, ROPE, SAMPLER, at, store
 
@@ -85,6 +85,7 @@ statistics = st.lists(times, min_size=5, max_size=5).map(
 curves = st.dictionaries(st.integers(1, 10_000).map(float), statistics, min_size=1, max_size=8)
 
 
+@settings(deadline=None)
 @given(curves)
 def test_a_curve_is_exact_where_it_is_measured(points: dict[float, Statistics]) -> None:
     curve = Curve(points)
@@ -92,6 +93,7 @@ def test_a_curve_is_exact_where_it_is_measured(points: dict[float, Statistics]) 
         assert curve.at(place) == (values, False)
 
 
+@settings(deadline=None)
 @given(curves.filter(lambda points: len(points) > 1), st.data())
 def test_a_curve_stays_between_its_neighbours(points: dict[float, Statistics], data) -> None:
     places = sorted(points)
@@ -110,6 +112,7 @@ def test_a_curve_stays_between_its_neighbours(points: dict[float, Statistics], d
         assert (y - x) * (b - a) >= -1e-9 * max(a, b) ** 2
 
 
+@settings(deadline=None)
 @given(curves, st.floats(1e4, 1e6))
 def test_beyond_its_end_a_curve_never_falls(points: dict[float, Statistics], place: float) -> None:
     end = points[max(points)]
@@ -141,22 +144,26 @@ def test_noise_at_the_end_of_a_curve_does_not_make_it_fall() -> None:
 # -- attention
 
 
+BILINEAR = attention(grid(lambda size, context: 5 + size + size * context / 100))
+
+
+@settings(deadline=None)
 @given(st.integers(16, 4096), st.integers(0, 2048))
 def test_a_surface_is_exact_for_what_is_bilinear(chunk: int, history: int) -> None:
     """chunk * history is reproduced everywhere, in the holes of the grid too."""
-    predict = attention(grid(lambda size, context: 5 + size + size * context / 100))
-    median, _, _ = predict(f"1x{chunk}+{history}")
+    median, _, _ = BILINEAR(f"1x{chunk}+{history}")
     assert median == pytest.approx(5 + chunk + chunk * history / 100)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 16), st.integers(16, 4095))
 def test_decodes_between_measured_ones(count: int, context: int) -> None:
-    predict = attention(grid(lambda size, at: 7 + 2 * size + size * at / 10))
-    median, _, extrapolated = predict(f"{count}x1+{context}")
-    assert median == pytest.approx(7 + 2 * count + count * context / 10)
+    median, _, extrapolated = BILINEAR(f"{count}x1+{context}")
+    assert median == pytest.approx(5 + count + count * context / 100)
     assert not extrapolated
 
 
+@settings(deadline=None)
 @given(st.integers(16, 4096), st.integers(0, 2048))
 def test_a_surface_stays_within_what_surrounds_it(chunk: int, history: int) -> None:
     points = grid(lambda size, context: size**1.3 * math.sqrt(100 + context), longest=10_000)
@@ -170,7 +177,7 @@ def test_a_surface_stays_within_what_surrounds_it(chunk: int, history: int) -> N
 
 
 def test_outside_the_grid_is_extrapolated_and_says_so() -> None:
-    predict = attention(grid(lambda size, context: 5 + size + size * context / 100))
+    predict = BILINEAR
     assert predict("1x1024+3000") == (pytest.approx(5 + 1024 + 10.24 * 3000), False, True)
     assert predict("1x8192+0") == (pytest.approx(5 + 8192), False, True)
     assert predict("32x1+512") == (pytest.approx(5 + 32 + 32 * 5.12), False, True)
@@ -190,7 +197,7 @@ def test_decodes_of_different_lengths_count_at_their_mean() -> None:
 
 
 def test_a_mixed_batch_is_the_sum_of_its_parts() -> None:
-    predict = attention(grid(lambda size, context: 5 + size + size * context / 100))
+    predict = BILINEAR
     one, other = predict("1x200+100")[0], predict("1x700+0")[0]
     decodes = predict("3x1+700")[0]
     assert predict("2x200+100,1x700+0,3x1+700")[0] == pytest.approx(2 * one + other + decodes)
@@ -358,6 +365,7 @@ def steps(cost: StepCost, shapes: list[tuple[int, int]]) -> list[StepMeasurement
     ]
 
 
+@settings(deadline=None)
 @given(st.floats(0, 1e4), st.floats(0, 1e3), st.floats(0, 100))
 def test_a_step_cost_is_found_again(step: float, layer: float, request: float) -> None:
     cost = StepCost(step, layer, request)

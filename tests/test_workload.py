@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dooly_backend.errors import InputError
@@ -17,11 +17,13 @@ batches = st.lists(requests, min_size=1, max_size=4).flatmap(
 kinds = st.sampled_from(["constant", "tokens", "requests", "batch"])
 
 
+@settings(deadline=None)
 @given(batches)
 def test_a_batch_comes_back_from_its_key(batch: Batch) -> None:
     assert Batch.parse(batch.key) == batch
 
 
+@settings(deadline=None)
 @given(batches, st.randoms())
 def test_the_order_of_requests_does_not_matter(batch: Batch, random) -> None:
     shuffled = list(batch.requests)
@@ -29,17 +31,20 @@ def test_the_order_of_requests_does_not_matter(batch: Batch, random) -> None:
     assert Batch(tuple(shuffled)).key == batch.key
 
 
+@settings(deadline=None)
 @given(batches, kinds)
 def test_a_point_comes_back_from_its_key(batch: Batch, kind: PointKind) -> None:
     point = WorkloadPoint.of(kind, batch)
     assert WorkloadPoint.parse(point.key) == point
 
 
+@settings(deadline=None)
 @given(batches, batches)
 def test_keys_are_equal_exactly_when_batches_are(one: Batch, other: Batch) -> None:
     assert (one.key == other.key) == (one == other)
 
 
+@settings(deadline=None)
 @given(batches)
 def test_every_request_is_a_prefill_or_a_decode(batch: Batch) -> None:
     assert sorted(batch.prefills + batch.decodes, reverse=True) == list(batch.requests)

@@ -32,6 +32,7 @@ _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine must live in this process
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
 _KV_CACHE_BYTES = 1 << 30
 
@@ -71,6 +72,7 @@ def _import_vllm() -> None:
     )
     if find_spec("torch") is None or find_spec("vllm") is None:
         raise EngineError(f"vLLM is not installed: {how}")
+    logging.getLogger("vllm").setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings(), _remembering_bodies():
             warnings.simplefilter("ignore")
@@ -116,7 +118,6 @@ class VllmEngine(Engine):
         from vllm.v1.engine.core import EngineCore
         from vllm.v1.executor import Executor
 
-        logging.getLogger("vllm").setLevel(logging.ERROR)
         kinds = layer_kinds(options.model.hf_config)
         layers = min(options.layers or layers_needed(kinds), len(kinds))
         folder = tempfile.TemporaryDirectory(prefix="dooly-model-")

@@ -159,13 +159,14 @@ def _conservation(costs: StepCosts, ranges: Ranges, rules: VidurRules) -> dict[s
 
 
 def _errors(costs: StepCosts, rules: VidurRules, batches: Sequence[Batch]) -> dict[str, Any]:
-    errors: list[float] = [
+    errors = [
         100 * (rules.step_ms(batch) / (costs.model.step_us(batch) / 1e3) - 1) for batch in batches
     ]
+    mean, worst = (statistics.fmean(errors), max(errors, key=abs)) if errors else (0.0, 0.0)
     return {
         "steps": len(errors),
-        "mean_percent": round(statistics.fmean(errors), 3) + 0.0 if errors else 0.0,
-        "worst_percent": round(max(errors, key=abs, default=0.0), 3) + 0.0,
+        "mean_percent": round(mean, 3) + 0.0,  # not -0.0
+        "worst_percent": round(worst, 3) + 0.0,
     }
 
 

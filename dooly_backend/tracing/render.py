@@ -1,0 +1,150 @@
+"""A trace as a tree to read: modules, their operations, every dimension with its origin."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from rich.console import RenderableType
+from rich.text import Text
+from rich.tree import Tree
+
+from dooly_backend.tracing.labels import Dim
+from dooly_backend.tracing.trace import STEP, Operation, TensorSpec, Trace
+
+_STYLES = {
+    "model_config": "cyan",
+    "num_toks": "green",
+    "num_reqs": "yellow",
+    "engine": "magenta",
+    "literal": "blue",
+    "mix": "bold green",
+    "none": "dim",
+}
+_LETTERS = {"num_toks": "T", "num_reqs": "R", "engine": "E"}
+_LAYER = re.compile(r"\.\d+(?=\.|$)")
+
+
+@dataclass(frozen=True)
+class Call:
+    """A module call with what is in it, ready to compare with another layer's."""
+
+    name: str  # the last part of the path, layer numbers included
+    module_class: str
+    items: tuple[Call | Operation, ...]
+
+    @property
+    def outline(self) -> tuple[object, ...]:
+        """What two layers must share to be shown as one."""
+        inside = tuple(
+            item.outline if isinstance(item, Call) else operation_text(item).plain
+            for item in self.items
+        )
+        return (self.module_class, inside)
+
+
+def render(trace: Trace) -> RenderableType:
+    """The tree of a trace, with layers of equal structure collapsed into one line."""
+    counts = ", ".join(f"{count} {name}" for name, count in sorted(trace.labels().items()))
+    tree = Tree(
+        Text.assemble(
+            (trace.model, "bold"),
+            f": T={trace.num_tokens} tokens in R={trace.num_reqs} requests, {trace.layers} layers\n"
+            f"{len(trace.operations)} operations, {sum(trace.labels().values())} sizes: {counts}\n"
+            f"label accuracy {trace.check.accuracy:.2%} before repair, "
+            f"{trace.check.predicted} of {trace.check.dimensions} sizes predicted "
+            "in a pass held out",
+        )
+    )
+    preparation = sum(1 for op in trace.operations if op.path == STEP)
+    tree.add(Text(f"outside modules: {preparation} operations", style="dim"))
+    _add(tree, calls(trace))
+    return tree
+
+
+def calls(trace: Trace) -> tuple[Call, ...]:
+    """The outermost module calls of a trace."""
+    operations: dict[int, list[Operation]] = {}
+    for op in trace.operations:
+        if op.call is not None:
+            operations.setdefault(op.call, []).append(op)
+    children: dict[int | None, list[int]] = {}
+    for index, record in enumerate(trace.modules):
+        children.setdefault(record.caller, []).append(index)
+
+    def build(index: int, prefix: str) -> Call:
+        record = trace.modules[index]
+        name = record.path.removeprefix(prefix).lstrip(".") or "model"
+        inside: list[tuple[int, Call | Operation]] = [
+            (op.index, op) for op in operations.get(index, [])
+        ]
+        for child in children.get(index, []):
+            inside.append((_first(child), build(child, record.path)))
+        return Call(name, record.module_class, tuple(i for _, i in sorted(inside, key=_order)))
+
+    def _first(index: int) -> int:
+        own = [op.index for op in operations.get(index, [])]
+        return min([*own, *(_first(c) for c in children.get(index, []))], default=1 << 60)
+
+    return tuple(build(index, "") for index in children.get(None, []))
+
+
+def _order(pair: tuple[int, object]) -> int:
+    return pair[0]
+
+
+def _add(tree: Tree, items: Iterable[Call | Operation]) -> None:
+    for _, run in groupby(items, key=_alike):
+        group = list(run)
+        first = group[0]
+        if isinstance(first, Operation):
+            branch = tree.add(operation_text(first, len(group)))
+            continue
+        branch = tree.add(Text.assemble((_names(group), "bold"), f" {first.module_class}"))
+        _add(branch, first.items)
+
+
+def _alike(item: Call | Operation) -> object:
+    if isinstance(item, Operation):
+        return operation_text(item).plain
+    return (_LAYER.sub(".*", f".{item.name}"), item.outline)
+
+
+def _names(group: Sequence[object]) -> str:
+    names = [item.name for item in group if isinstance(item, Call)]
+    return names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]} ({len(names)} alike)"
+
+
+def operation_text(op: Operation, count: int = 1) -> Text:
+    """One operation: name, inputs, outputs."""
+    text = Text("  " if op.parent is not None else "")
+    text.append(op.name.removesuffix(".default"))
+    text.append(" ")
+    text.append(_tensors(op.inputs))
+    if op.outputs:
+        text.append(" -> ")
+        text.append(_tensors(op.outputs))
+    if count > 1:
+        text.append(f" x{count}")
+    return text
+
+
+def _tensors(tensors: Sequence[TensorSpec]) -> Text:
+    return Text(", ").join(
+        Text("[").append(Text(", ").join(_dim(d) for d in tensor.dims)).append("]")
+        for tensor in tensors
+    )
+
+
+def _dim(dim: Dim) -> Text:
+    name = dim.label.name
+    shown = str(dim.size)
+    if name in _LETTERS:
+        shown = f"{dim.size}:{_LETTERS[name]}"
+    elif name == "mix":
+        shown = f"{dim.size}:{dim.label}"
+    elif name == "none" and dim.size > 1:
+        shown = f"{dim.size}:?"
+    return Text(shown, style=_STYLES[name])

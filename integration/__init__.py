@@ -1,0 +1,1 @@
+"""The real consumers of Dooly's numbers, driven end to end."""
