@@ -303,6 +303,7 @@ class RunOptions(_Description):
     kv_cache_dtype: str = "auto"
     block_size: PositiveInt | None = None  # None: the engine's choice
     layers: PositiveInt | None = None  # None: as few as show every kind of layer
+    threads: PositiveInt | None = None  # of a CPU engine; None: the engine's choice
     max_num_seqs: PositiveInt = 64
     max_num_batched_tokens: PositiveInt = 2048
     execution_mode: ExecutionMode = "eager"

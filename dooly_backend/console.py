@@ -222,6 +222,11 @@ _ENGINE_OPTIONS = (
         help="Layers to build. [default: as few as show every kind of layer]",
     ),
     click.option(
+        "--threads",
+        type=click.IntRange(min=1),
+        help="Threads of a CPU engine; leave a core to others. [default: the engine's]",
+    ),
+    click.option(
         "--max-num-seqs",
         type=click.IntRange(min=1),
         default=64,
@@ -251,6 +256,7 @@ _ENGINE_FIELDS = (
     "kv_cache_dtype",
     "block_size",
     "layers",
+    "threads",
     "max_num_seqs",
     "max_num_batched_tokens",
     "execution_mode",

@@ -8,6 +8,7 @@ everything in the database and measures nothing.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -41,7 +42,13 @@ def quickstart(model: str, db: str, out: Path, sweep: str) -> None:
     """Profile MODEL, export it to Vidur, simulate 20 requests, and say what was found."""
     start = time.perf_counter()
     description = load_model(model)
-    options = RunOptions(model=description, layers=min(LAYERS, description.num_layers))
+    options = RunOptions(
+        model=description,
+        layers=min(LAYERS, description.num_layers),
+        # An operation's threads wait for each other: one that has to share its
+        # core stops them all, and the times say more about the neighbour.
+        threads=max(1, len(os.sched_getaffinity(0)) - 1),
+    )
     with Database.open(db, create=True) as database, running_engine(options) as engine:
         with progress_bar(description.name) as progress:
             result = profile(engine, database, load_sweep(sweep), progress=progress)

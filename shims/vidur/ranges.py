@@ -9,7 +9,7 @@ the nearest row.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from dooly_backend.errors import InputError
@@ -22,9 +22,12 @@ LAYOUTS: tuple[Layout, ...] = ("repo", "pypi")
 
 TOKEN_STEP = 8
 CHUNK_STEP = 32
-#: Vidur predicts every cell in advance: more cells than this and it takes minutes.
-MAX_CELLS = {"repo": 200_000, "pypi": 6_000}
+#: Vidur predicts every cell in advance; with more it takes minutes, not seconds.
+MAX_CELLS = {"repo": 1_000_000, "pypi": 300_000}
+#: So does training on more rows of attention.csv than this.
+MAX_ROWS = 24_000
 SMALLEST_GRANULARITY = 16
+SPARSEST = 8
 #: Where nothing measured says otherwise.
 LARGEST_CHUNK, LARGEST_BATCH, LARGEST_LENGTH = 8192, 256, 32768
 
@@ -35,12 +38,15 @@ class Ranges:
 
     `max_length` is a request's tokens when it ends, `max_chunk` the new tokens
     of one step, `max_batch` its requests, `granularity` the step of KV lengths.
+    Rows of attention lie farther apart than Vidur's steps where a step is less
+    than 1/`density` of the length: the forest answers with the nearest row.
     """
 
     max_length: int
     max_chunk: int
     max_batch: int
     granularity: int
+    density: int = 64
 
     @property
     def max_tokens(self) -> int:
@@ -59,7 +65,12 @@ class Ranges:
     def chunks(self, layout: Layout) -> list[int]:
         """Prefill chunks of attention.csv; the repository also looks up small ones."""
         small = range(TOKEN_STEP, CHUNK_STEP, TOKEN_STEP) if layout == "repo" else ()
-        return [*small, *range(CHUNK_STEP, self.max_chunk + 1, CHUNK_STEP)]
+        return [*small, *growing(CHUNK_STEP, self.max_chunk, CHUNK_STEP, self.density)]
+
+    def lengths(self) -> list[int]:
+        """KV lengths of attention.csv above 0, up to the rounded longest."""
+        last = round_up(self.max_length, self.granularity)
+        return growing(self.granularity, last, self.granularity, self.density)
 
     def prefills(self, layout: Layout) -> list[tuple[int, int, int]]:
         """(chunk, KV length as Vidur labels it, tokens cached before the chunk).
@@ -68,20 +79,20 @@ class Ranges:
         release with what is cached after it (rounded up, so that every first
         chunk has the label of its own length).
         """
+        lengths = self.lengths()
         cells = []
         for chunk in self.chunks(layout):
             if layout == "repo":
-                labels = range(0, self.max_length - chunk + 1, self.granularity)
+                labels = [0, *(n for n in lengths if n <= self.max_length - chunk)]
                 cells += [(chunk, label, label) for label in labels]
                 continue
             # A cell's shortest chunk is 31 shorter; alone it may have a smaller label.
-            first = round_up(chunk - CHUNK_STEP + 1, self.granularity)
+            first = round_up(max(1, chunk - CHUNK_STEP + 1), self.granularity)
             own = round_up(chunk, self.granularity)
-            last = round_up(self.max_length, self.granularity)
-            for label in range(first, last + 1, self.granularity):
-                # The last label may lie beyond the longest request.
-                history = 0 if label <= own else min(label, self.max_length) - chunk
-                cells.append((chunk, label, history))
+            cells += [(chunk, label, 0) for label in range(first, own + 1, self.granularity)]
+            # The last label may lie beyond the longest request.
+            later = [(n, min(n, self.max_length) - chunk) for n in lengths if n > own]
+            cells += [(chunk, label, history) for label, history in later]
         return cells
 
     def decodes(self) -> list[tuple[int, int, int]]:
@@ -90,15 +101,24 @@ class Ranges:
         A label stands for all lengths that are rounded up to it, which a
         growing request passes one by one: its row is taken in their middle.
         """
-        last = round_up(self.max_length, self.granularity)
-        labels = range(self.granularity, last + 1, self.granularity)
         longest = self.max_length - 1  # the new token needs its place
         half = self.granularity // 2
         return [
             (size, label, max(1, min(label - half, longest)))
             for size in range(1, self.max_batch + 1)
-            for label in labels
+            for label in self.lengths()
         ]
+
+
+def growing(first: int, last: int, step: int, density: int) -> list[int]:
+    """Multiples of `step` from `first` to `last`, at least 1/`density` of themselves apart."""
+    values = []
+    value = first
+    while value < last:
+        values.append(value)
+        # Powers of two keep multiples of larger ones among the values.
+        value += max(step, 1 << ((value // density).bit_length() - 1) if value >= density else 0)
+    return [*values, last]
 
 
 def round_up(value: int, step: int) -> int:
@@ -134,22 +154,25 @@ def choose_ranges(costs: StepCosts, limits: Limits, layout: Layout) -> Ranges:
     length = max(length, min(chunk, limit))
     chunk = min(chunk, length) // CHUNK_STEP * CHUNK_STEP
     granularity = limits.granularity or _granularity(length, chunk, batch, layout)
-    return Ranges(length, chunk, batch, granularity)
+    return _thinned(Ranges(length, chunk, batch, granularity), layout)
 
 
 def _granularity(length: int, chunk: int, batch: int, layout: Layout) -> int:
     """The finest power of two with which Vidur stays quick."""
+    chunks = chunk if layout == "repo" else chunk // CHUNK_STEP
     granularity = SMALLEST_GRANULARITY
-    while not _is_quick(length // granularity, chunk, batch, layout):
+    while length // granularity * (batch + chunks) > MAX_CELLS[layout] and granularity < length:
         granularity *= 2
     return granularity
 
 
-def _is_quick(lengths: int, chunk: int, batch: int, layout: Layout) -> bool:
-    if lengths <= 1:
-        return True
-    rows = lengths * (batch + chunk // CHUNK_STEP)
-    return rows <= MAX_CELLS["pypi"] and (layout == "pypi" or lengths * chunk <= MAX_CELLS["repo"])
+def _thinned(ranges: Ranges, layout: Layout) -> Ranges:
+    """With rows as dense as their number allows."""
+    while ranges.density > SPARSEST and (
+        len(ranges.decodes()) + len(ranges.prefills(layout)) > MAX_ROWS
+    ):
+        ranges = replace(ranges, density=ranges.density // 2)
+    return ranges
 
 
 def _measured_chunk(costs: StepCosts, limit: int) -> int:

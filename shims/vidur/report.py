@@ -16,7 +16,7 @@ from .mapping import MLP_OPS, STEP
 from .model import Device, Dimensions
 from .ranges import CHUNK_STEP, TOKEN_STEP, Layout, Ranges
 from .rules import VidurRules
-from .tables import COPIES, COPY_COLUMN, Tables, decode_cell
+from .tables import ATTENTION_COPIES, COPIES, COPY_COLUMN, Tables, decode_cell
 
 #: Pure prefills and decodes off by more than this are worth a warning.
 TOLERANCE_PERCENT = 1.0
@@ -73,7 +73,7 @@ def build_manifest(
             "kv_granularity": ranges.granularity,
         },
         "cells": tables.sources,
-        "copies_of_each_row": COPIES,
+        "copies_of_each_row": {"mlp": COPIES, "attention": ATTENTION_COPIES},
         "folded": _folded(costs, ranges),
         "conservation": conservation,
         "approximations": [
@@ -196,7 +196,8 @@ def _approximations(
     )
     yield (
         f"Decodes are priced at their mean KV length, rounded up to {ranges.granularity}; a row "
-        "holds the middle of the lengths that are rounded up to it."
+        "holds the middle of the lengths that are rounded up to it. Rows of lengths and chunks lie "
+        f"up to 1/{ranges.density} of themselves apart; Vidur's forest takes the nearest."
     )
     if layout == "pypi":
         yield (
@@ -226,8 +227,8 @@ def _approximations(
         "prefills in order of arrival. It has no prefix caching."
     )
     yield (
-        f"Vidur predicts with random forests, trained on {COPIES} copies of each row (column "
-        f"'{COPY_COLUMN}'): with one, an operation is off by up to 8% at single row."
+        "Vidur predicts with random forests, which answer with a neighbour's value for rows that a "
+        f"tree did not draw; copies of each row (column '{COPY_COLUMN}') make that rare."
     )
     yield from _limits_left_out(costs, ranges)
     yield from _model_notes(costs, dimensions, tables)

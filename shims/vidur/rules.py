@@ -6,6 +6,7 @@ manifest's figures and the tests compare with the latency model.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from math import sqrt
 
@@ -48,17 +49,17 @@ class VidurRules:
             if row["num_workers"] == degree
         }
         self._bytes_per_token = 2 * mine[0]["n_embd"]
-        self._prefill: dict[tuple[int, int], float] = {}
-        self._decode: dict[tuple[int, int], float] = {}
+        self._prefill: dict[int, dict[int, float]] = defaultdict(dict)
+        self._decode: dict[int, dict[int, float]] = defaultdict(dict)
         for row in _first(tables.attention):
             if row["num_tensor_parallel_workers"] != degree:
                 continue
-            if row["prefill_chunk_size"]:
-                key = (row["prefill_chunk_size"], row["kv_cache_size"])
-                self._prefill[key] = _sum(row, ("attn_prefill",))
+            length, chunk = row["kv_cache_size"], row["prefill_chunk_size"]
+            if chunk:
+                self._prefill[chunk][length] = _sum(row, ("attn_prefill",))
             else:
-                key = (row["batch_size"], row["kv_cache_size"])
-                self._decode[key] = _sum(row, ("attn_decode",))
+                self._decode[row["batch_size"]][length] = _sum(row, ("attn_decode",))
+        self._longest = max(max(rows) for rows in self._decode.values())
 
     def step_ms(self, batch: Batch) -> float:
         """Raises KeyError outside the tables' ranges, as Vidur does."""
@@ -76,29 +77,33 @@ class VidurRules:
     def _decode_ms(self, decodes: tuple[Request, ...]) -> float:
         lengths = [request.context + DECODE_LEAD[self.layout] for request in decodes]
         mean = int(sum(lengths) / len(lengths))
-        return self._decode[len(decodes), round_up(mean, self.granularity)]
+        return self._nearest(self._decode[len(decodes)], round_up(mean, self.granularity))
 
     def _prefill_ms(self, prefills: tuple[Request, ...]) -> float:
         if self.layout == "pypi":
             return sum(
-                self._prefill[
+                self._prefill_of(
                     round_up(request.query, CHUNK_STEP),
                     round_up(request.context + request.query, self.granularity),
-                ]
+                )
                 for request in prefills
             )
         # The repository makes one prefill of them all.
         length = sum(round_up(request.context, self.granularity) for request in prefills)
         chunk = round(sqrt(sum(request.query**2 for request in prefills)))
-        return self._prefill[self._nearest(chunk, length)]
+        return self._prefill_of(chunk, length)
 
-    def _nearest(self, chunk: int, length: int) -> tuple[int, int]:
-        """The row at whose value the repository's random forest answers."""
-        if (chunk, length) in self._prefill:
-            return chunk, length
-        return min(
-            self._prefill, key=lambda key: (abs(key[0] ** 2 - chunk**2), abs(key[1] - length))
-        )
+    def _prefill_of(self, chunk: int, length: int) -> float:
+        if chunk not in self._prefill:  # rows of large chunks lie farther apart
+            power = 2 if self.layout == "repo" else 1  # its forest sees the chunk squared
+            chunk = min(self._prefill, key=lambda known: abs(known**power - chunk**power))
+        return self._nearest(self._prefill[chunk], length)
+
+    def _nearest(self, rows: Mapping[int, float], length: int) -> float:
+        """The row at whose value the forest answers. Raises KeyError beyond all rows."""
+        if length > self._longest:
+            raise KeyError(length)
+        return rows[min(rows, key=lambda known: abs(known - length))]
 
 
 def _first(rows: Iterable[Row]) -> Iterable[Row]:

@@ -33,9 +33,10 @@ ALL_REDUCES_PER_LAYER = 2
 VIDUR_ELEMENT_BYTES = 2
 #: A random forest trains each tree on rows drawn with replacement, so a tree
 #: misses a third of rows that occur once and answers with a neighbour's value:
-#: up to 8% off for one operation. Four rows each (they differ in a column that
-#: Vidur does not read, as it drops equal rows) bring that below 1%.
-COPIES = 4
+#: up to 8% off for one operation. Several rows each (they differ in a column that
+#: Vidur does not read, as it drops equal rows) bring that below 1%. Attention
+#: needs fewer: the neighbour of a KV length is close.
+COPIES, ATTENTION_COPIES = 4, 2
 COPY_COLUMN = "copy"
 
 Row = dict[str, Any]
@@ -112,7 +113,7 @@ def _mlp_rows(
             "num_tokens": tokens,
             "num_tensor_parallel_workers": degree,
         }
-        yield from _copies(row)
+        yield from _copies(row, COPIES)
 
 
 def _attention_rows(
@@ -141,11 +142,11 @@ def _attention_rows(
         }
 
     for chunk, label, history in ranges.prefills(layout):
-        yield from _copies(
-            row("attn_prefill", prefill_cell(costs, chunk, history), 1, chunk, label)
-        )
+        cell = prefill_cell(costs, chunk, history)
+        yield from _copies(row("attn_prefill", cell, 1, chunk, label), ATTENTION_COPIES)
     for size, label, context in ranges.decodes():
-        yield from _copies(row("attn_decode", decode_cell(costs, size, context), size, 0, label))
+        cell = decode_cell(costs, size, context)
+        yield from _copies(row("attn_decode", cell, size, 0, label), ATTENTION_COPIES)
 
 
 def _all_reduce_rows(costs: StepCosts, dimensions: Dimensions, ranges: Ranges) -> Iterator[Row]:
@@ -163,7 +164,8 @@ def _all_reduce_rows(costs: StepCosts, dimensions: Dimensions, ranges: Ranges) -
                 "collective": "all_reduce",
                 "devices_per_node": degree,
                 "max_devices_per_node": degree,
-            }
+            },
+            COPIES,
         )
 
 
@@ -182,6 +184,6 @@ def _time_columns(cells: dict[str, Cell]) -> Row:
     }
 
 
-def _copies(row: Row) -> Iterator[Row]:
-    for copy in range(COPIES):
+def _copies(row: Row, count: int) -> Iterator[Row]:
+    for copy in range(count):
         yield row | {COPY_COLUMN: copy}
