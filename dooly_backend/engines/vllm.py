@@ -97,6 +97,7 @@ class VllmEngine(Engine):
         config = core.vllm_config
         self._core = core
         self._runner = core.model_executor.driver_worker.worker.model_runner
+        _sample_by_module(self._runner)
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         hf_config = config.model_config.hf_text_config
         self.num_layers = int(hf_config.num_hidden_layers)
@@ -403,6 +404,16 @@ class VllmEngine(Engine):
             yield
         finally:
             owner.end_layer = whole
+
+
+def _sample_by_module(runner: Any) -> None:
+    """Make sure that the runner's sampler is a module, which hooks can see."""
+    import torch
+
+    if not isinstance(runner.sampler, torch.nn.Module):
+        from dooly_backend.engines.vllm_sampler import Sampler
+
+        runner.sampler = Sampler(runner.sampler)
 
 
 def _shortened(hf_config: Mapping[str, Any], layers: int) -> dict[str, Any]:

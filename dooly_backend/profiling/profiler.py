@@ -208,13 +208,13 @@ def _measure_batch(
     entries = list(signed)
     try:
         with captured(engine, batch, [entry.key for entry in entries]) as calls:
-            subjects = {key: _subject(key[0], entries, signed, calls) for key in keys}
+            subjects = {key: subject_of(key[0], entries, signed, calls) for key in keys}
             return measure(engine, timer, subjects, regime)
     except EngineError as error:
         return str(error)
 
 
-def _subject(
+def subject_of(
     signature_hash: str,
     entries: Sequence[Entry],
     signed: Mapping[Entry, Signature],

@@ -1,0 +1,1 @@
+"""Isolated calls against the live step: do they add up?"""
