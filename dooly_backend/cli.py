@@ -7,7 +7,7 @@ import dataclasses
 import click
 
 from dooly_backend import __version__, console
-from dooly_backend.engine_commands import profile, trace
+from dooly_backend.engine_commands import plan, profile, trace
 from dooly_backend.export_command import export
 
 
@@ -95,7 +95,7 @@ def info(db: str, as_json: bool) -> None:
 
 # -- entry points -------------------------------------------------------------
 
-for command in (trace, profile, export):
+for command in (trace, plan, profile, export):
     cli.add_command(command)
 
 

@@ -168,6 +168,18 @@ def json_option(function: F) -> F:
     )(function)
 
 
+def sweep_option(function: F) -> F:
+    """``--sweep``: passed on as `sweep_name`."""
+    return click.option(
+        "--sweep",
+        "sweep_name",
+        metavar="NAME",
+        default="quick",
+        show_default=True,
+        help="The workload points: a name in configs/sweeps, or a YAML file.",
+    )(function)
+
+
 def output_option(help: str, required: bool = False) -> Callable[[F], F]:
     """``-o/--out``: passed on as `out`, a path."""
     return click.option(

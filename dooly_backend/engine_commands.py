@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +13,11 @@ import click
 from dooly_backend import console
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from dooly_backend.config import RunOptions
     from dooly_backend.engines import Engine
+    from dooly_backend.profiling.plan import Plan
     from dooly_backend.profiling.profiler import ProfileResult
 
 
@@ -65,20 +68,17 @@ def trace(model: str, engine_settings: dict[str, Any], out: Path | None, as_json
 @click.argument("models", metavar="MODEL...", nargs=-1, required=True)
 @console.database_option
 @console.engine_options
-@click.option(
-    "--sweep",
-    "sweep_name",
-    metavar="NAME",
-    default="quick",
-    show_default=True,
-    help="The workload points: a name in configs/sweeps, or a YAML file.",
-)
+@console.sweep_option
+@click.option("--dry-run", is_flag=True, help="Only show what would be measured, as `dooly plan`.")
 @console.json_option
+@click.pass_context
 def profile(
+    ctx: click.Context,
     models: tuple[str, ...],
     db: str,
     engine_settings: dict[str, Any],
     sweep_name: str,
+    dry_run: bool,
     as_json: bool,
 ) -> None:
     """Time a model's operations that the database does not know yet.
@@ -95,6 +95,16 @@ def profile(
     from dooly_backend.config import load_model, load_sweep
     from dooly_backend.database import Database
 
+    if dry_run:
+        ctx.invoke(
+            plan,
+            models=models,
+            db=db,
+            sweep_name=sweep_name,
+            as_json=as_json,
+            **engine_settings,
+        )
+        return
     sweep = load_sweep(sweep_name)
     for name in models:
         load_model(name)  # a misspelt second model shall not cost the first one's time
@@ -112,6 +122,98 @@ def profile(
         else:
             for line in _lines(result, db):
                 click.echo(line)
+
+
+@click.command()
+@click.argument("models", metavar="MODEL...", nargs=-1, required=True)
+@console.database_option
+@console.engine_options
+@console.sweep_option
+@console.json_option
+def plan(
+    models: tuple[str, ...],
+    db: str,
+    engine_settings: dict[str, Any],
+    sweep_name: str,
+    as_json: bool,
+) -> None:
+    """Show what `dooly profile` would measure, without measuring.
+
+    Several models count as if they were profiled one after the other: what an
+    earlier one measures is known to a later one. The database need not exist.
+
+    \b
+    Examples:
+      dooly plan smollm-135m
+      dooly plan Qwen/Qwen3-8B meta-llama/Meta-Llama-3-8B --json
+    """
+    from dooly_backend.config import load_model, load_sweep
+    from dooly_backend.database import Database
+
+    sweep = load_sweep(sweep_name)
+    for name in models:
+        load_model(name)
+    with ExitStack() as stack:
+        database = None
+        if Path(db).exists() or db.startswith("builtin:"):
+            database = stack.enter_context(Database.open(db, read_only=True))
+        from dooly_backend.profiling.plan import Known
+        from dooly_backend.profiling.plan import plan as make
+
+        known = Known(database)
+        for name in models:
+            with running_engine(_options(name, engine_settings)) as engine:
+                result = make(engine, known, sweep)
+            if as_json:
+                console.print_json(_plan_summary(result))
+            else:
+                console.show(_plan_table(result))
+
+
+def _plan_summary(result: Plan) -> dict[str, Any]:
+    return {
+        "model": result.configuration.model,
+        "occurrences": result.occurrences,
+        "signatures": len(result.signatures),
+        "known": result.known,
+        "new": result.new,
+        "points": result.points,
+        "expected_seconds": round(result.expected_seconds, 1),
+    }
+
+
+def _plan_table(result: Plan) -> Table:
+    from rich.table import Table
+
+    configuration = result.configuration
+    where = f"{configuration.backend}, TP {configuration.tensor_parallel}"
+    table = Table(
+        "signature",
+        "call",
+        "depends on",
+        "runs",
+        "to measure",
+        "known from",
+        title=f"{configuration.model} on {where}",
+        caption=(
+            f"{result.occurrences} calls in a step, {len(result.signatures)} signatures: "
+            f"{result.known} known, {result.new} new; "
+            f"{result.points} points, about {result.expected_seconds:.0f} s"
+        ),
+        title_justify="left",
+        caption_justify="left",
+    )
+    for planned in result.signatures:
+        missing = f"{planned.missing} of {planned.points}" if planned.missing else "nothing"
+        table.add_row(
+            planned.signature.hash[:12],
+            f"{planned.signature.name} ({', '.join(planned.paths)})",
+            planned.signature.kind,
+            str(planned.count),
+            missing,
+            ", ".join(planned.known_from) or "-",
+        )
+    return table
 
 
 def _summary(result: ProfileResult, db: str) -> dict[str, Any]:

@@ -160,5 +160,3 @@ class WorkloadPoint:
             assert self.batch is not None
             return f"batch={self.batch.key}"
         return "constant"
-
-

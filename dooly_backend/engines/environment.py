@@ -57,7 +57,9 @@ def environment_of(engine: str, engine_version: str, kernels: dict[str, Any]) ->
         return Environment(properties.name, "cuda", engine, engine_version, facts)
     facts |= {
         "threads": torch.get_num_threads(),
-        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cpus": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
     }
     return Environment(cpu_name(), "cpu", engine, engine_version, facts)
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from dooly_backend.engines.base import hooks
 
-
 OUTSIDE = "(step)"
 
 

