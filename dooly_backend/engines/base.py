@@ -48,7 +48,9 @@ class Engine(ABC):
     environment: Environment
     #: Kind of every layer of the full model, in order; equal kinds, equal layers.
     layer_kinds: tuple[str, ...]
-    #: Layers of this instance: the first ones of the full model.
+    #: Layers of the full model that this rank runs: all, or those of its pipeline stage.
+    stage: range
+    #: Layers of this instance: the first ones of `stage`.
     num_layers: int
     max_model_len: int
     #: Tokens that a request may have once a step is done; room for a sampled one is left.
@@ -116,14 +118,14 @@ class Engine(ABC):
         self,
         batch: Batch,
         repeats: int,
+        run: Callable[[Callable[[], None]], None],
         layers: int | None = None,
-        before: Callable[[], None] | None = None,
-    ) -> list[float]:
-        """Wall time in microseconds of `repeats` whole steps like `batch`.
+    ) -> None:
+        """Hand `repeats` whole steps like `batch` to `run`, which calls and times each.
 
         Decodes continue from step to step as they do when serving; prefills
-        are new requests each time. `layers` runs only the first of them;
-        `before` is called ahead of each step, untimed.
+        are new requests each time. `layers` runs only the first of them. One
+        more step is run ahead, to warm up.
         """
 
     @abstractmethod
@@ -151,6 +153,12 @@ def hooks(handles: Sequence[Any]) -> Iterator[None]:
             handle.remove()
 
 
+def once(tensor: Any) -> Any:
+    """A view of `tensor` without the repetitions that expanding it made."""
+    keep = (slice(1) if stride == 0 else slice(None) for stride in tensor.stride())
+    return tensor[tuple(keep)]
+
+
 def copied(value: Any) -> Any:
     """`value` with every tensor in it copied, strides kept.
 
@@ -165,7 +173,9 @@ def copied(value: Any) -> Any:
         twin = torch.empty_strided(
             tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device
         )
-        return twin.copy_(tensor)
+        # Elements that an expanded tensor repeats are one in memory: copied once.
+        once(twin).copy_(once(tensor))
+        return twin
 
     # Copying is no operation of the step: a recording mode must not count it.
     with _disable_current_modes():

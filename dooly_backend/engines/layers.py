@@ -23,38 +23,46 @@ def layer_kinds(config: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(f"{a}/{f}" for a, f in zip(attention, feed_forward, strict=True))
 
 
-def layers_needed(kinds: Sequence[str]) -> int:
+def layers_needed(kinds: Sequence[str], stage: range | None = None) -> int:
     """The shortest prefix that shows every kind of layer, but at least two layers.
 
-    The first layer stands for itself alone: it has no residual to add, which
+    `stage` are the layers of a pipeline stage, all of them by default. The
+    model's first layer stands for itself alone: it has no residual to add, which
     makes its norm another operation. Every other kind must show up behind it.
     Two layers let one layer's weights be cold while the code is warm.
     """
-    wanted = set(kinds[1:])
-    for index in range(1, len(kinds)):
-        wanted.discard(kinds[index])
-        if not wanted:
-            return index + 1
-    return len(kinds)
+    stage = stage if stage is not None else range(len(kinds))
+    wanted = {kinds[i] for i in stage if i > 0}
+    for index in stage:
+        if index > 0:
+            wanted.discard(kinds[index])
+        if not wanted and index > stage.start:
+            return index + 1 - stage.start
+    return len(stage)
 
 
-def layers_represented(kinds: Sequence[str], instantiated: int) -> dict[int, tuple[int, ...]]:
+def layers_represented(
+    kinds: Sequence[str], instantiated: int, stage: range | None = None
+) -> dict[int, tuple[int, ...]]:
     """For every instantiated layer, the layers of the full model that it stands for.
 
-    The first layer stands for itself, the first later layer of a kind for all
-    later layers of that kind, further ones for none. Raises ValueError when a
-    kind is not instantiated.
+    `stage` are the layers of a pipeline stage, of which the first `instantiated`
+    are built; without it, all of the model's. The model's first layer stands for
+    itself, the first other layer of a kind for all others of that kind in the
+    stage, further ones for none. Raises ValueError when a kind is not instantiated.
     """
-    stands_for: dict[int, tuple[int, ...]] = {0: (0,)}
+    stage = stage if stage is not None else range(len(kinds))
+    stands_for: dict[int, tuple[int, ...]] = {}
     representative: dict[str, int] = {}
-    for index in range(1, instantiated):
+    for index in stage[:instantiated]:
+        if index == 0:
+            stands_for[index] = (0,)
+            continue
         first = representative.setdefault(kinds[index], index)
         stands_for[index] = (
-            tuple(i for i in range(1, len(kinds)) if kinds[i] == kinds[index])
-            if first == index
-            else ()
+            tuple(i for i in stage if i > 0 and kinds[i] == kinds[index]) if first == index else ()
         )
-    missing = set(kinds[1:]) - set(representative)
+    missing = {kinds[i] for i in stage if i > 0} - set(representative)
     if missing:
         raise ValueError(
             f"{instantiated} layers do not show every kind of layer: {', '.join(sorted(missing))}"

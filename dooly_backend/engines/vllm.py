@@ -14,7 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -23,10 +23,11 @@ from dooly_backend.database.records import Configuration, canonical_json
 from dooly_backend.engines.base import CapturedCall, Engine, copied, hooks
 from dooly_backend.engines.environment import environment_of, package_version
 from dooly_backend.engines.layers import layer_kinds, layers_needed
+from dooly_backend.engines.parallel import Rank
 from dooly_backend.engines.paths import ModuleStack
 from dooly_backend.engines.vllm_steps import LiveRequest, StepBuilder
 from dooly_backend.errors import DoolyError, EngineError
-from dooly_backend.workload import Batch
+from dooly_backend.workload import Batch, Request
 
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",  # a model here is its config.json: nothing is ever fetched
@@ -91,14 +92,15 @@ def _import_vllm(threads: int | None) -> None:
 class VllmEngine(Engine):
     """One vLLM EngineCore in this process, with dummy weights and few layers."""
 
-    def __init__(self, core: Any, options: RunOptions) -> None:
+    def __init__(self, core: Any, options: RunOptions, stage: range, layers: int) -> None:
         config = core.vllm_config
         self._core = core
         self._runner = core.model_executor.driver_worker.worker.model_runner
         _sample_by_module(self._runner)
         self._folder: tempfile.TemporaryDirectory[str] | None = None
-        hf_config = config.model_config.hf_text_config
-        self.num_layers = int(hf_config.num_hidden_layers)
+        self._emulation = ExitStack()
+        self.stage = stage
+        self.num_layers = layers
         self.max_model_len = int(config.model_config.max_model_len)
         self.max_request_len = self.max_model_len - 1
         self.max_num_tokens = int(config.scheduler_config.max_num_batched_tokens)
@@ -123,8 +125,12 @@ class VllmEngine(Engine):
         from vllm.v1.engine.core import EngineCore
         from vllm.v1.executor import Executor
 
+        from dooly_backend.engines.parallel_vllm import emulated, groups_emulated, stage_layers
+
+        rank = Rank.of(options)
         kinds = layer_kinds(options.model.hf_config)
-        layers = min(options.layers or layers_needed(kinds), len(kinds))
+        stage = stage_layers(len(kinds), rank)
+        layers = min(options.layers or layers_needed(kinds, stage), len(stage))
         folder = tempfile.TemporaryDirectory(prefix="dooly-model-")
         with open(os.path.join(folder.name, "config.json"), "w") as file:
             file.write(canonical_json(options.model.hf_config))
@@ -135,10 +141,9 @@ class VllmEngine(Engine):
             "enforce_eager": options.execution_mode == "eager",
             "enable_prefix_caching": False,
             "kv_cache_memory_bytes": _KV_CACHE_BYTES,
-            "hf_overrides": _shortened(options.model.hf_config, layers),
+            "hf_overrides": _shortened(options.model.hf_config, stage.start + layers),
             "max_num_seqs": options.max_num_seqs,
             "max_num_batched_tokens": options.max_num_batched_tokens,
-            "tensor_parallel_size": 1,
             "kv_cache_dtype": options.kv_cache_dtype,
             "seed": 0,
         }
@@ -148,26 +153,32 @@ class VllmEngine(Engine):
             arguments["block_size"] = options.block_size
         if options.backend and options.backend != "CPU_ATTN":
             arguments["attention_backend"] = options.backend
+        emulation = ExitStack()
         try:
-            with warnings.catch_warnings(), _remembering_bodies():
+            with warnings.catch_warnings(), _remembering_bodies(), groups_emulated(rank):
                 warnings.simplefilter("ignore")
                 _refuse_backend(options.backend)
+                arguments |= emulation.enter_context(emulated(rank, stage, layers))
                 config = EngineArgs(**arguments).create_engine_config()
                 core = EngineCore(config, Executor.get_class(config), log_stats=False)
         except DoolyError:
+            emulation.close()
             folder.cleanup()
             raise
         except Exception as error:
             # vLLM raises whatever its layers raise; what the user can act on
             # is the message. The whole chain stays in __cause__.
+            emulation.close()
             folder.cleanup()
             raise EngineError(f"vLLM refuses {options.model.name}: {_one_line(error)}") from error
-        engine = cls(core, options)
+        engine = cls(core, options, stage, layers)
         engine._folder = folder
+        engine._emulation = emulation
         return engine
 
     def close(self) -> None:
         self._core.shutdown()
+        self._emulation.close()
         if self._folder is not None:
             self._folder.cleanup()
         from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
@@ -178,10 +189,10 @@ class VllmEngine(Engine):
 
     @cached_property
     def modules(self) -> Mapping[str, Any]:
-        return {
-            **dict(self._runner.model.named_modules()),
-            "sampler": self._runner.sampler,
-        }
+        modules = dict(self._runner.model.named_modules())
+        if self._runner.sampler is not None:  # None where another pipeline stage samples
+            modules["sampler"] = self._runner.sampler
+        return modules
 
     def module(self, path: str) -> Any:
         return self.modules.get(path) or self._runner.model.get_submodule(path)
@@ -241,16 +252,19 @@ class VllmEngine(Engine):
             group.backend.get_name() for groups in self._runner.attn_groups for group in groups
         }
         model_config = config.model_config
+        identity = Rank.of(options).identity
         return Configuration(
             model=options.model.name,
-            hf_config=dict(options.model.hf_config),
+            # Stages run different layers: they must not be taken for one another.
+            hf_config=dict(options.model.hf_config)
+            | ({"dooly_rank": identity} if identity else {}),
             engine="vllm",
             backend="+".join(sorted(backends)) or "none",
             dtype=str(model_config.dtype).removeprefix("torch."),
             kv_cache_dtype=str(config.cache_config.cache_dtype),
             block_size=int(config.cache_config.block_size),
             tensor_parallel=options.tensor_parallel,
-            pipeline_parallel=1,
+            pipeline_parallel=options.pipeline_parallel,
             execution_mode=options.execution_mode,
             num_layers=len(self.layer_kinds),
             facts={
@@ -261,6 +275,9 @@ class VllmEngine(Engine):
                 "max_num_batched_tokens": self.max_num_tokens,
                 "max_num_seqs": self.max_num_reqs,
                 "runner": type(self._runner).__module__,
+                "expert_parallel": options.expert_parallel,
+                "rank": options.rank,
+                "stage_layers": [self.stage.start, self.stage.stop],
             },
         )
 
@@ -322,32 +339,28 @@ class VllmEngine(Engine):
         self,
         batch: Batch,
         repeats: int,
+        run: Callable[[Callable[[], None]], None],
         layers: int | None = None,
-        before: Callable[[], None] | None = None,
-    ) -> list[float]:
+    ) -> None:
         decodes = Batch(batch.decodes) if batch.decodes else None
         prefills = Batch(batch.prefills) if batch.prefills else None
-        times = []
         with self._limited(layers):
             running: list[LiveRequest] = []
             try:
                 if decodes:
                     self._execute(self._steps.admit(decodes, room=repeats + 2))
                     running = self._steps.held()
-                for _ in range(repeats + 1):
-                    output = self._steps.advance(running, prefills)
-                    if before is not None:
-                        before()
+                for turn in range(repeats + 1):
+                    step = partial(self._execute, self._steps.advance(running, prefills))
                     self.synchronize()
-                    start = time.perf_counter_ns()
-                    self._execute(output)
-                    self.synchronize()
-                    times.append((time.perf_counter_ns() - start) / 1000)
+                    if turn:
+                        run(step)
+                    else:
+                        step()
                     self._steps.release([r for r in self._steps.held() if r not in running])
             finally:
                 self._steps.release(self._steps.held())
                 self._runner.execute_model(self._steps.farewell())
-        return times[1:]  # the first one warms up
 
     def synchronize(self) -> None:
         import torch
@@ -367,7 +380,13 @@ class VllmEngine(Engine):
             self._runner.execute_model(self._steps.farewell())
 
     def _execute(self, scheduler_output: Any) -> None:
-        output = self._runner.execute_model(scheduler_output)
+        from dooly_backend.engines.parallel_vllm import received, sent
+
+        # The worker does this around the runner, with the pipeline's neighbours.
+        incoming = received(self._runner, scheduler_output.total_num_scheduled_tokens)
+        output = self._runner.execute_model(scheduler_output, incoming)
+        if sent(output):
+            output = None
         if output is None:
             output = self._runner.sample_tokens(None)
         if hasattr(output, "get_output"):  # asynchronous runners answer with a promise
@@ -408,7 +427,7 @@ def _sample_by_module(runner: Any) -> None:
     """Make sure that the runner's sampler is a module, which hooks can see."""
     import torch
 
-    if not isinstance(runner.sampler, torch.nn.Module):
+    if runner.sampler is not None and not isinstance(runner.sampler, torch.nn.Module):
         from dooly_backend.engines.vllm_sampler import Sampler
 
         runner.sampler = Sampler(runner.sampler)

@@ -137,6 +137,6 @@ class StepBuilder:
     def _finish(self, output: Any) -> Any:
         output.total_num_scheduled_tokens = sum(output.num_scheduled_tokens.values())
         output.num_common_prefix_blocks = [0] * len(self.block_sizes)
-        output.finished_req_ids = set(self._finished)
+        output.finished_req_ids = output.finished_req_ids | self._finished
         self._finished.clear()
         return output

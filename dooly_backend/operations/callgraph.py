@@ -20,13 +20,13 @@ def signatures(trace: Trace, runnable: RunnableSet, engine: Engine) -> dict[Entr
 
 
 def occurrences(engine: Engine, signed: Mapping[Entry, Signature]) -> list[Occurrence]:
-    """The configuration's occurrences, counted for the full model.
+    """The configuration's occurrences, counted for the full model, or the rank's stage of it.
 
     The first layer stands for itself and the first layer of each kind behind
     it for all others of that kind. Raises TraceError when two layers of one
     kind turn out to run different calls, since the counts would then be wrong.
     """
-    represented = layers_represented(engine.layer_kinds, engine.num_layers)
+    represented = layers_represented(engine.layer_kinds, engine.num_layers, engine.stage)
     entries = sorted(signed, key=lambda entry: entry.position)
     _check_kinds(engine, represented, entries, signed)
     found: list[Occurrence] = []
@@ -65,7 +65,7 @@ def _check_kinds(
             continue
         kind = engine.layer_kinds[layer]
         standing = next(
-            i for i in range(1, layer) if represented[i] and engine.layer_kinds[i] == kind
+            i for i in represented if i > 0 and represented[i] and engine.layer_kinds[i] == kind
         )
         for mine, theirs in zip(calls, by_layer[standing], strict=False):
             if mine != theirs:

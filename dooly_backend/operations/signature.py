@@ -20,6 +20,7 @@ from typing import Any
 from dooly_backend.database.records import Signature, canonical_json
 from dooly_backend.engines import Engine
 from dooly_backend.operations.runnable import Entry
+from dooly_backend.operations.tree import is_collective
 from dooly_backend.tracing.labels import ENGINE, Dim
 from dooly_backend.tracing.trace import Affine, Operation, TensorSpec, Trace
 from dooly_backend.workload import PointKind
@@ -28,7 +29,10 @@ SCHEMA = 1
 
 #: Attributes that name or number the instance: another layer's differ, its time does not.
 _IDENTITY = frozenset(
-    {"layer_name", "prefix", "layer_idx", "layer_id", "layer_index", "training", "call_super_init"}
+    {
+        "layer_name", "prefix", "layer_idx", "layer_id", "layer_index", "training",
+        "call_super_init", "tp_rank",
+    }  # fmt: skip
 )
 _Attribute = int | float | bool | str | None
 
@@ -40,7 +44,12 @@ def signature_of(entry: Entry, trace: Trace, engine: Engine) -> Signature:
         "schema": SCHEMA,
         "granularity": entry.granularity,
         "name": entry.name,
-        "operations": [_operation(op, trace.formulas.get(op.index, ())) for op in entry.operations],
+        # Collectives are not timed: what is measured is the same with and without them.
+        "operations": [
+            _operation(op, trace.formulas.get(op.index, ()))
+            for op in entry.operations
+            if not is_collective(op)
+        ],
         "attributes": attributes(module, entry.path) if module is not None else {},
         "stateful": engine.stateful_identity(entry.path) if entry.path in engine.stateful else {},
         "kernels": engine.kernel_identity(),

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from dooly_backend.engines import parallel
 from dooly_backend.tracing.trace import ModuleRecord, Operation, Trace
 
 #: Operations that launch no kernel: they make views, allocate, or look.
@@ -46,6 +47,11 @@ def is_structural(op: Operation) -> bool:
     return False
 
 
+def is_collective(op: Operation) -> bool:
+    """Whether the operation communicates: costed by topology and degree, never timed here."""
+    return parallel.is_collective(op.name)
+
+
 def _same_storage_kind(op: Operation) -> bool:
     if not op.inputs or not op.outputs:
         return False
@@ -68,10 +74,12 @@ class Node:
 
     @cached_property
     def kernels(self) -> tuple[Operation, ...]:
-        """Leaf operations directly in this call that run a kernel."""
+        """Leaf operations directly in this call that run a kernel of this device alone."""
         bodies = {op.parent for op in self.operations}
         return tuple(
-            op for op in self.operations if op.index not in bodies and not is_structural(op)
+            op
+            for op in self.operations
+            if op.index not in bodies and not is_structural(op) and not is_collective(op)
         )
 
     def walk(self) -> Iterator[Node]:

@@ -277,7 +277,7 @@ def operations_us(engine: Engine, model: LatencyModel, batch: Batch, layers: int
     for occurrence in model.occurrences:
         count: float = 1
         if occurrence.layers:
-            inside = sum(1 for layer in occurrence.layers if layer < layers)
+            inside = sum(1 for layer in occurrence.layers if layer < engine.stage.start + layers)
             count = occurrence.count / len(occurrence.layers) * inside
         total += count * model.occurrence(occurrence, batch).median_us
     return total

@@ -7,10 +7,12 @@ too fast for a decode; see docs/measuring.md for the regimes compared.
 from __future__ import annotations
 
 import gc
+import resource
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,14 @@ from dooly_backend.engines import Engine
 Call = Callable[[], Any]
 
 
+@dataclass(frozen=True)
+class Sample:
+    """One timed call. `disturbed`: the call lost its processor to somebody else meanwhile."""
+
+    us: float
+    disturbed: bool = False
+
+
 class Timer(ABC):
     """Times one call at a time, on one device."""
 
@@ -29,8 +39,8 @@ class Timer(ABC):
         """Empty the caches of weights, by reading: written lines would be written back later."""
 
     @abstractmethod
-    def time_us(self, call: Call) -> float:
-        """Microseconds that `call` takes on the device."""
+    def time(self, call: Call) -> Sample:
+        """The time that `call` takes on the device."""
 
 
 class CpuTimer(Timer):
@@ -43,16 +53,14 @@ class CpuTimer(Timer):
     def flush(self) -> None:
         self._buffer.sum()
 
-    def time_us(self, call: Call) -> float:
-        start = time.perf_counter_ns()
-        call()
-        return (time.perf_counter_ns() - start) / 1000
+    def time(self, call: Call) -> Sample:
+        return wall_time(call)
 
 
 class CudaTimer(Timer):
     """Time between two events around the call, launched behind work that hides the host.
 
-    Kernels of a call are launched while the device still flushes, so that the
+    Kernels of a call are launched while the device still sleeps, so that the
     events see them back to back, as in a step that the device bounds.
     """
 
@@ -66,14 +74,33 @@ class CudaTimer(Timer):
     def flush(self) -> None:
         self._buffer.sum()
 
-    def time_us(self, call: Call) -> float:
+    def time(self, call: Call) -> Sample:
         # Long enough for the host to launch the call behind it.
         torch.cuda._sleep(2_000_000)
         self._start.record()
         call()
         self._end.record()
         self._end.synchronize()
-        return self._start.elapsed_time(self._end) * 1000
+        return Sample(self._start.elapsed_time(self._end) * 1000)
+
+
+def wall_time(call: Call) -> Sample:
+    """Wall time of `call`; disturbed when a thread of this process was preempted meanwhile."""
+    before = _preemptions()
+    start = time.perf_counter_ns()
+    call()
+    elapsed = time.perf_counter_ns() - start
+    return Sample(elapsed / 1000, _preemptions() != before)
+
+
+def _preemptions() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+
+
+def undisturbed(samples: Sequence[Sample], fewest: int = 3) -> tuple[float, ...]:
+    """Microseconds of the undisturbed samples, or of all when fewer than `fewest` are."""
+    calm = tuple(sample.us for sample in samples if not sample.disturbed)
+    return calm if len(calm) >= fewest else tuple(sample.us for sample in samples)
 
 
 def timer_for(engine: Engine) -> Timer:

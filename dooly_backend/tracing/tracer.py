@@ -9,6 +9,7 @@ from itertools import islice
 from dooly_backend.engines import Engine
 from dooly_backend.engines.paths import ModuleStack
 from dooly_backend.errors import TraceError
+from dooly_backend.tracing import collectives  # noqa: F401 - registers its rules
 from dooly_backend.tracing.differential import Pass, check
 from dooly_backend.tracing.labels import Source, conflicts, labels_by_value
 from dooly_backend.tracing.modes import DispatchTracer, FunctionTracer, Labeller

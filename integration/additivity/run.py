@@ -30,7 +30,7 @@ from dooly_backend.errors import DoolyError
 from dooly_backend.operations.callgraph import signatures
 from dooly_backend.operations.capture import captured
 from dooly_backend.operations.runnable import Entry, resolve
-from dooly_backend.profiling.measure import Regime, measure
+from dooly_backend.profiling.measure import Regime, measure, step_samples
 from dooly_backend.profiling.profiler import subject_of
 from dooly_backend.profiling.timer import Timer, quiet_process, timer_for
 from dooly_backend.tracing.tracer import trace_model
@@ -117,7 +117,7 @@ def compare(engine: Engine, timer: Timer, batch: Batch, signed: dict[Entry, Sign
             for key, measurement in measure(engine, timer, subjects, regime).items():
                 isolated.setdefault(key[0], []).extend(measurement.samples_us)
         with clock.running():
-            live += engine.live_steps(batch, 3, before=timer.flush)
+            live += step_samples(engine, timer, batch, engine.num_layers, 3)
     medians = {key: statistics.median(samples) for key, samples in isolated.items()}
     in_model = [e for e in entries if e.path.startswith("model")]
     # Each call of live_steps warms up once before the steps that it returns.

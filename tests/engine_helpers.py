@@ -1,0 +1,73 @@
+"""What the tests of a real engine share: its state, passes, and the live outputs of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from dooly_backend.engines.base import copied, hooks
+from dooly_backend.engines.paths import ModuleStack
+from dooly_backend.engines.vllm import VllmEngine
+from dooly_backend.operations.tree import Node, forest
+from dooly_backend.tracing.modes import DispatchTracer, Labeller
+from dooly_backend.tracing.trace import STEP, CheckResult, ModuleRecord, Operation, Trace
+from dooly_backend.workload import Batch
+
+LAYERS = 3  # of the session's engine
+ATTENTION = tuple(f"model.layers.{i}.self_attn.attn" for i in range(LAYERS))
+
+
+def state(engine: VllmEngine) -> tuple[int, int, int]:
+    """Free KV blocks, requests that the runner knows, requests in its batch."""
+    runner = engine._runner
+    return len(engine._steps._free), len(runner.requests), runner.input_batch.num_reqs
+
+
+def recorded(engine: VllmEngine, batch: Batch) -> Trace:
+    """An unlabelled trace of one step of any batch."""
+    stack = ModuleStack(engine.modules)
+    tracer = DispatchTracer(stack, Labeller({}), engine.operation_bodies, None, label=False)
+    with stack.tracking(), tracer.active():
+        engine.step(batch)
+    return Trace(
+        model=engine.configuration.model,
+        num_tokens=batch.num_tokens,
+        num_reqs=batch.num_reqs,
+        layers=engine.num_layers,
+        modules=tuple(ModuleRecord(*entry) for entry in stack.entered),
+        operations=tuple(tracer.operations),
+        check=CheckResult(0, 0, 0, 0),
+    )
+
+
+def inside_modules(trace: Trace) -> list[Operation]:
+    return [op for op in trace.operations if op.path != STEP]
+
+
+def nodes(trace: Trace) -> list[Node]:
+    """Every module call of a pass."""
+    return [node for root in forest(trace) for node in root.walk()]
+
+
+def leaf_paths(trace: Trace) -> list[str]:
+    """Paths of the module calls that call no other, in order."""
+    return [node.path for node in nodes(trace) if not node.children]
+
+
+@contextmanager
+def live_outputs(engine: VllmEngine, paths: frozenset[str]) -> Iterator[list[tuple[str, Any]]]:
+    """Paths and copies of what the modules at `paths` return while the block runs."""
+    import torch.nn.modules.module as torch_module
+
+    stack = ModuleStack(engine.modules)
+    found: list[tuple[str, Any]] = []
+
+    def keep(module: Any, args: Any, output: Any) -> None:
+        if stack.path in paths:
+            found.append((stack.path, copied(output)))
+
+    # Before the stack's own hook, which leaves the module.
+    handle = torch_module.register_module_forward_hook(keep)
+    with hooks([handle]), stack.tracking():
+        yield found
