@@ -385,7 +385,14 @@ def _validate(description: type[_D], values: dict[str, Any], where: str) -> _D:
         return description.model_validate(values)
     except ValidationError as error:
         problems = (
-            f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}"
+            ": ".join(
+                part
+                for part in (
+                    ".".join(map(str, problem["loc"])),
+                    problem["msg"].removeprefix("Value error, "),
+                )
+                if part
+            )
             for problem in error.errors(include_url=False)
         )
         raise InputError(f"{where}: {_joined(problems)}") from None

@@ -40,9 +40,11 @@ def trace(model: str, engine_settings: dict[str, Any], out: Path | None, as_json
       dooly trace ./my-model --tp 2 -o trace.json
     """
     from dooly_backend.tracing.render import render
-    from dooly_backend.tracing.tracer import trace_model
 
     with running_engine(_options(model, engine_settings)) as engine:
+        # It needs torch: a host without an engine has none.
+        from dooly_backend.tracing.tracer import trace_model
+
         result = trace_model(engine)
     if out is not None:
         result.save(out)

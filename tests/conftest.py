@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -132,3 +133,69 @@ def signed(engine: VllmEngine, trace: Trace, runnable: RunnableSet) -> dict[Entr
     from dooly_backend.operations.callgraph import signatures
 
     return signatures(trace, runnable, engine)
+
+
+#: Gemma 2 with a few heads: its layers take turns between a sliding window and none.
+TINY = {
+    "architectures": ["Gemma2ForCausalLM"],
+    "model_type": "gemma2",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 1000,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "sliding_window": 128,
+    "query_pre_attn_scalar": 64,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "torch_dtype": "bfloat16",
+}
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """Signatures from another process, by module path."""
+
+    smollm: dict[str, tuple[str, str]]  # other limits, threads and number of layers
+    tiny: dict[str, tuple[str, str]]
+    changed: dict[str, tuple[str, str]]  # `tiny` with another epsilon and another window
+
+
+@pytest.fixture(scope="session")
+def elsewhere(needs_engine: None) -> Elsewhere:
+    """Three models, one after the other in one process: an engine can be closed and followed."""
+    runs = [
+        {
+            "model": "smollm-135m",
+            "layers": 2,
+            "threads": 2,
+            "max_num_seqs": 32,
+            "max_num_batched_tokens": 1024,
+        },
+        {"model": "tiny", "hf_config": TINY, "layers": 3},
+        {
+            "model": "tiny",
+            "hf_config": TINY | {"rms_norm_eps": 1e-5, "sliding_window": 256},
+            "layers": 3,
+        },
+    ]
+    script = Path(__file__).with_name("signatures_elsewhere.py")
+    done = subprocess.run(
+        [sys.executable, str(script), *map(json.dumps, runs)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = [
+        {path: (digest, canonical) for path, digest, canonical in json.loads(line)}
+        for line in done.stdout.splitlines()
+    ]
+    return Elsewhere(*found)

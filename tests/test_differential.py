@@ -20,7 +20,7 @@ from dooly_backend.tracing.labels import (
 )
 from dooly_backend.tracing.trace import STEP, Affine, Operation, TensorSpec
 
-POINTS = ((107, 11), (109, 13), (113, 17))
+POINTS = ((107, 11), (109, 14), (113, 15))
 HELD_OUT = (131, 19)
 
 TOKENS = Label.of(NUM_TOKS, 107)

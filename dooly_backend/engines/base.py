@@ -82,9 +82,22 @@ class Engine(ABC):
     def kernel_identity(self) -> dict[str, Any]:
         """What selects kernels on this device: CPU capability, library, ISA."""
 
+    @property
     @abstractmethod
-    def buffer_sizes(self) -> frozenset[int]:
-        """Sizes of the buffers that the engine makes for its own limits."""
+    def limits(self) -> Mapping[str, int]:
+        """The engine's own limits by name: what it sizes its buffers by, and no model decides."""
+
+    @abstractmethod
+    def caches(self) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
+        """KV caches: path, tensor, and what sizes each dimension.
+
+        That is "engine" (its blocks), "model_config", or "literal" (keys beside values).
+        """
+
+    @property
+    def machinery(self) -> Mapping[str, Any]:
+        """Objects beside the model that prepare a step: they hold buffers of the engine."""
+        return {}
 
     @abstractmethod
     def stateful_identity(self, path: str) -> dict[str, Any]:

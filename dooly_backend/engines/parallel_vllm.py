@@ -26,6 +26,7 @@ from vllm.distributed.device_communicators.base_device_communicator import Devic
 from vllm.distributed.parallel_state import GraphCaptureContext, GroupCoordinator
 from vllm.distributed.utils import get_pp_indices
 from vllm.forward_context import DPMetadata
+from vllm.platforms import current_platform
 from vllm.sequence import IntermediateTensors
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
@@ -35,12 +36,34 @@ from dooly_backend.errors import EngineError
 _FAKE = "fake"
 
 
-def stage_layers(layers: int, rank: Rank) -> range:
-    """The layers of the whole model that vLLM gives to the rank's pipeline stage."""
+def stage_layers(kinds: Sequence[str], rank: Rank) -> range:
+    """The layers of the whole model that vLLM gives to the rank's pipeline stage.
+
+    Raises EngineError for a group that cannot be emulated, or that vLLM would refuse
+    with less clear words.
+    """
+    _check(kinds, rank)
     try:
-        return range(*get_pp_indices(layers, rank.stage, rank.pipeline))
+        stage = range(*get_pp_indices(len(kinds), rank.stage, rank.pipeline))
     except ValueError as error:  # the user's own VLLM_PP_LAYER_PARTITION
-        raise EngineError(f"vLLM cannot divide {layers} layers: {error}") from error
+        raise EngineError(f"vLLM cannot divide {len(kinds)} layers: {error}") from error
+    if not stage:
+        raise EngineError(
+            f"stage {rank.stage} of {rank.pipeline} has no layers: the model has {len(kinds)}"
+        )
+    return stage
+
+
+def _check(kinds: Sequence[str], rank: Rank) -> None:
+    if rank.expert > 1 and not any(kind.endswith("/moe") for kind in kinds):
+        raise EngineError("the model has no experts to divide: leave out --ep")
+    if rank.data > 1 and rank.tensor > 1:
+        # vLLM then gives each rank ceil(T / tp) tokens of a padded batch, which
+        # no formula of the tokens predicts.
+        raise EngineError(
+            f"--ep {rank.expert} with --tp {rank.tensor} is not emulated: "
+            "use --ep equal to --tp, or --tp 1"
+        )
 
 
 @contextmanager
@@ -64,6 +87,10 @@ def emulated(rank: Rank, stage: range, built: int) -> Iterator[dict[str, Any]]:
         if rank.pipeline > 1:
             stack.enter_context(patch.object(envs, "VLLM_PP_LAYER_PARTITION", division))
         stack.enter_context(patch.object(DPMetadata, "make", _same_on_every_replica))
+        if rank.expert > 1 and current_platform.is_cpu():
+            from dooly_backend.engines.parallel_cpu import experts_owned
+
+            stack.enter_context(experts_owned())
         _init_fake_world(rank)
         stack.callback(_leave)
         yield _arguments(rank)
@@ -182,7 +209,7 @@ class EmulatedGroup(GroupCoordinator):
         It does not say for how many tokens and takes as many as it needs.
         """
         runner = self.runner
-        return _empty(runner, runner.scheduler_config.max_num_batched_tokens).tensors, [], []
+        return _empty(runner, runner.max_num_tokens).tensors, [], []
 
     def barrier(self) -> None:
         return None
@@ -291,7 +318,7 @@ def executor_for(rank: Rank) -> type[UniProcExecutor]:
             super()._init_executor()
             group = parallel_state.get_pp_group()
             group.runner = self.driver_worker.worker.model_runner
-            _quiet_pipeline(group.runner)
+            _complete_pipeline(group.runner, group)
 
     return EmulatedExecutor
 
@@ -336,11 +363,13 @@ def _part(tensor: torch.Tensor) -> torch.Tensor | None:
     return tensor.reshape(tp.world_size, -1)[tp.rank_in_group]
 
 
-def _quiet_pipeline(runner: Any) -> None:
-    """Let the V2 runner of an earlier stage not wait for tokens that the last one samples.
-
-    Its PPHandler would take them, uninitialised, out of a fake broadcast.
-    """
+def _complete_pipeline(runner: Any, group: EmulatedGroup) -> None:
+    """What a runner lacks without the neighbours of its stage, and without their warm-up."""
+    if not group.is_first_rank and runner.intermediate_tensors is None:
+        # V1 makes this buffer in a dummy run, which an eager CPU engine skips.
+        runner.intermediate_tensors = _empty(runner, runner.max_num_tokens)
     handler = getattr(runner, "pp_handler", None)
-    if handler is not None and not parallel_state.get_pp_group().is_last_rank:
+    if handler is not None and not group.is_last_rank:
+        # V2 would take the tokens that the last stage samples, uninitialised,
+        # out of a fake broadcast; without them it repeats the last ones.
         handler.receive = lambda input_batch: False

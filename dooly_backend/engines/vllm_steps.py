@@ -8,6 +8,7 @@ vLLM's own warm-up fabricates its requests the same way
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import count
 from typing import Any
 
@@ -119,9 +120,7 @@ class StepBuilder:
         # One token more than the step computes when the request is a decode:
         # the runner looks up the token at position `context`.
         length = request.query + request.context
-        # Any tokens do; spread over the vocabulary, so that the embedding
-        # does not read one row from the cache over and over.
-        tokens = [(7 + 7919 * position) % self.vocab_size for position in range(length)]
+        tokens = _tokens(length, self.vocab_size)
         return NewRequestData(
             req_id=live.id,
             prompt_token_ids=tokens,
@@ -140,3 +139,11 @@ class StepBuilder:
         output.finished_req_ids = output.finished_req_ids | self._finished
         self._finished.clear()
         return output
+
+
+@lru_cache(maxsize=64)
+def _tokens(length: int, vocab_size: int) -> list[int]:
+    """A prompt. Any tokens do, but spread over the vocabulary: the embedding shall not find
+    one row in the cache over and over. Runners copy it, so equal requests can share it.
+    """
+    return [(7 + 7919 * position) % vocab_size for position in range(length)]

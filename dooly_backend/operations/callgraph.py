@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import zip_longest
 
 from dooly_backend.database.records import Occurrence, Signature
 from dooly_backend.engines import Engine
-from dooly_backend.engines.layers import layers_represented
-from dooly_backend.errors import TraceError
+from dooly_backend.engines.layers import layers_needed, layers_represented
+from dooly_backend.errors import InputError, TraceError
 from dooly_backend.operations.runnable import Entry, RunnableSet
 from dooly_backend.operations.signature import signature_of
 from dooly_backend.operations.tree import any_layer, layer_of
@@ -23,10 +24,15 @@ def occurrences(engine: Engine, signed: Mapping[Entry, Signature]) -> list[Occur
     """The configuration's occurrences, counted for the full model, or the rank's stage of it.
 
     The first layer stands for itself and the first layer of each kind behind
-    it for all others of that kind. Raises TraceError when two layers of one
+    it for all others of that kind. Raises InputError when too few
+    layers are built to show every kind, TraceError when two layers of one
     kind turn out to run different calls, since the counts would then be wrong.
     """
-    represented = layers_represented(engine.layer_kinds, engine.num_layers, engine.stage)
+    try:
+        represented = layers_represented(engine.layer_kinds, engine.num_layers, engine.stage)
+    except ValueError as error:
+        needed = layers_needed(engine.layer_kinds, engine.stage)
+        raise InputError(f"{error}: build at least --layers {needed}") from None
     entries = sorted(signed, key=lambda entry: entry.position)
     _check_kinds(engine, represented, entries, signed)
     found: list[Occurrence] = []
@@ -67,9 +73,9 @@ def _check_kinds(
         standing = next(
             i for i in represented if i > 0 and represented[i] and engine.layer_kinds[i] == kind
         )
-        for mine, theirs in zip(calls, by_layer[standing], strict=False):
+        for mine, theirs in zip_longest(calls, by_layer.get(standing, ())):
             if mine != theirs:
                 raise TraceError(
                     f"layers {standing} and {layer} are both of kind {kind} but differ at "
-                    f"{mine[0]}: their counts cannot be told from the configuration"
+                    f"{(mine or theirs)[0]}: their counts cannot be told from the configuration"
                 )

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dooly_backend.engines import CapturedCall, Engine
 from dooly_backend.engines.base import copied
 from dooly_backend.engines.paths import ModuleStack
+from dooly_backend.tracing.modes import acceptable
 from dooly_backend.workload import Batch
 
 #: A call by module path and, for an operation, its ordinal in that module's call.
@@ -41,7 +42,7 @@ class _OperationRecorder(TorchDispatchMode):
                     time.perf_counter_ns(), ordinal,
                 )
             )  # fmt: skip
-        return func(*args, **(kwargs or {}))
+        return acceptable(func(*args, **(kwargs or {})))
 
 
 @contextmanager

@@ -125,12 +125,16 @@ class _Outcomes:
 
 
 def _try_calls(trace: Trace, engine: Engine, nodes: Sequence[Node]) -> _Outcomes:
-    """Run every module and every kernel operation of the pass again, at two other sizes."""
+    """Run every module and every kernel operation of the pass again, at two other sizes.
+
+    What a call needs at either size, it needs: one that fails at one size cannot run.
+    """
     keys: list[Key] = [(node.path, None) for node in nodes]
     for node in nodes:
         keys += [(node.path, _ordinal(node, _outermost(node, op))) for op in node.kernels]
     ran: dict[Key, Outcome] = {}
     failed: dict[Key, str] = {}
+    dead: set[Key] = set()
     for tokens, requests in _other_sizes(trace):
         with captured(engine, traced_batch(tokens, requests), keys) as calls:
             for call in calls:
@@ -138,15 +142,13 @@ def _try_calls(trace: Trace, engine: Engine, nodes: Sequence[Node]) -> _Outcomes
                 alone = _error(engine, call, None)
                 if alone is None:
                     ran.setdefault(key, "alone")
-                elif call.context is not None and _error(engine, call, call.context) is None:
+                    continue
+                failed[key] = alone
+                if call.context is not None and _error(engine, call, call.context) is None:
                     ran[key] = "with context"
-                    failed[key] = alone
                 else:
-                    failed[key] = alone
-                    ran.pop(key, None)
-    return _Outcomes(
-        {k: v for k, v in ran.items() if v == "with context" or k not in failed}, failed
-    )
+                    dead.add(key)
+    return _Outcomes({key: how for key, how in ran.items() if key not in dead}, failed)
 
 
 def _other_sizes(trace: Trace) -> list[tuple[int, int]]:

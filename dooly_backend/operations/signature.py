@@ -8,7 +8,8 @@ The canonical serialisation is JSON (sorted keys, no spaces) of
 
 A tensor is ``[dtype, layout, [dims]]``. A dimension is its value where the
 model or the code decides it, an affine text such as "T" or "9*T+1" where the
-request does, and "E" where the size of an engine buffer does. The signature is
+request does, and "E" where the size of an engine buffer does (also as the
+constant of such a text: "40*R+E"). The signature is
 the SHA-256 of that text, so anyone can recompute it from the database.
 """
 
@@ -20,8 +21,8 @@ from typing import Any
 from dooly_backend.database.records import Signature, canonical_json
 from dooly_backend.engines import Engine
 from dooly_backend.operations.runnable import Entry
-from dooly_backend.operations.tree import is_collective
-from dooly_backend.tracing.labels import ENGINE, Dim
+from dooly_backend.operations.tree import is_collective, layer_of
+from dooly_backend.tracing.labels import ENGINE, REQUEST_BASES, Dim
 from dooly_backend.tracing.trace import Affine, Operation, TensorSpec, Trace
 from dooly_backend.workload import PointKind
 
@@ -39,7 +40,6 @@ _Attribute = int | float | bool | str | None
 
 def signature_of(entry: Entry, trace: Trace, engine: Engine) -> Signature:
     """The signature of a runnable entry."""
-    module = engine.module(entry.path) if entry.granularity == "module" else None
     value = {
         "schema": SCHEMA,
         "granularity": entry.granularity,
@@ -50,7 +50,7 @@ def signature_of(entry: Entry, trace: Trace, engine: Engine) -> Signature:
             for op in entry.operations
             if not is_collective(op)
         ],
-        "attributes": attributes(module, entry.path) if module is not None else {},
+        "attributes": _attributes(entry, engine),
         "stateful": engine.stateful_identity(entry.path) if entry.path in engine.stateful else {},
         "kernels": engine.kernel_identity(),
     }
@@ -67,6 +67,19 @@ def kind_of(entry: Entry, trace: Trace) -> PointKind:
     if tokens and requests:
         return "batch"
     return "tokens" if tokens else "requests" if requests else "constant"
+
+
+def _attributes(entry: Entry, engine: Engine) -> dict[str, Any]:
+    """Attributes of an entry's module and, under "inside", of the modules that run in it."""
+    if entry.granularity == "operation":
+        return {}
+    found = attributes(engine.module(entry.path), entry.path)
+    paths = sorted({op.path for op in entry.operations} - {entry.path})
+    if paths:
+        found["inside"] = {
+            path.removeprefix(entry.path): attributes(engine.module(path), path) for path in paths
+        }
+    return found
 
 
 def attributes(module: Any, path: str) -> dict[str, Any]:
@@ -92,8 +105,13 @@ def _primitives(values: Mapping[str, Any], path: str) -> dict[str, Any]:
         if isinstance(value, _Attribute)
         and not name.startswith("_")
         and name not in _IDENTITY
-        and not (isinstance(value, str) and value and value in path)
+        and not (isinstance(value, str) and _is_place(value, path))
     }
+
+
+def _is_place(value: str, path: str) -> bool:
+    """Whether a text names this module, one around it, or one in another layer."""
+    return "." in value and (value in path or layer_of(value) is not None)
 
 
 def _operation(op: Operation, formulas: Sequence[Affine | None]) -> list[Any]:
@@ -124,6 +142,8 @@ def _dim(dim: Dim, formula: Affine | None) -> Any:
         for factor, name in ((formula.tokens, "T"), (formula.requests, "R"))
         if factor
     ]
-    if formula.constant:
+    if abs(formula.constant) > 1 and dim.label.bases <= REQUEST_BASES:
+        parts.append("E")  # not the model's: a workspace of the engine, or of its threads
+    elif formula.constant:
         parts.append(str(formula.constant))
     return "+".join(parts)

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch
+
 from dooly_backend.config import Sweep
 from dooly_backend.database import Database
 from dooly_backend.database.records import Signature, StepMeasurement
@@ -212,6 +214,17 @@ def _measure_batch(
             return measure(engine, timer, subjects, regime)
     except EngineError as error:
         return str(error)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return f"out of memory: {(str(error).splitlines() or [repr(error)])[0]}"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the host or the device has no room; a CPU's torch says so in words only."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "allocate memory" in str(error)
 
 
 def subject_of(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dooly_backend.tracing.labels import NONE, Dim, Label, Shape
-from dooly_backend.tracing.rules import Call, rule
+from dooly_backend.tracing.call import Call, rule
 
 
 @rule("dooly::all_gather", "dooly::gather", "dooly::reduce_scatter")

@@ -4,6 +4,8 @@ Passes at three different (T, R) solve every size of the pass as
 ``a + b*T + c*R``; a fourth pass, held out, tests the formulas. Labels that
 contradict a formula are counted and repaired, so that taint labels stay the
 annotation and the formulas the proof (and the source of generated inputs).
+What runs outside the modules (input preparation) is checked the same way
+where it runs the same operations in every pass, and left alone where not.
 """
 
 from __future__ import annotations
@@ -25,6 +27,9 @@ from dooly_backend.tracing.labels import (
 )
 from dooly_backend.tracing.trace import STEP, Affine, CheckResult, Operation, TensorSpec
 
+#: Multiples that an engine may pad a size to.
+_QUANTA = (1, 2, 4, 8, 16)
+
 
 @dataclass(frozen=True)
 class Pass:
@@ -39,6 +44,11 @@ class Pass:
         """Operations inside modules; input preparation may depend on the batch as a program."""
         return tuple(op for op in self.operations if op.path != STEP)
 
+    @property
+    def outside(self) -> tuple[Operation, ...]:
+        """Operations outside modules."""
+        return tuple(op for op in self.operations if op.path == STEP)
+
 
 def check(labelled: Pass, others: Sequence[Pass], held_out: Pass) -> tuple[
     CheckResult, dict[int, tuple[Affine | None, ...]], tuple[Operation, ...]
@@ -49,47 +59,113 @@ def check(labelled: Pass, others: Sequence[Pass], held_out: Pass) -> tuple[
     repaired labels. Raises TraceError naming the operation at which the passes
     run different operations, or whose size no formula predicts.
     """
-    reference = labelled.of_modules
-    for other in (*others, held_out):
-        _same_operations(reference, other.of_modules)
+    passes = (labelled, *others, held_out)
+    for other in passes[1:]:
+        _same_operations(labelled.of_modules, other.of_modules)
     formulas: dict[int, tuple[Affine | None, ...]] = {}
     operations = list(labelled.operations)
-    counts = {"dimensions": 0, "predicted": 0, "agreeing": 0, "repaired": 0}
-    rows = zip(
-        reference, *(p.of_modules for p in others), held_out.of_modules, strict=True
-    )
-    points = [(p.num_tokens, p.num_reqs) for p in (labelled, *others)]
-    for op, *rest in rows:
-        solved: list[Affine | None] = []
-        dims = list(op.dims())
-        for position, dim in enumerate(dims):
-            values = [dim.size, *(list(o.dims())[position].size for o in rest[:-1])]
-            formula = solve(points, values)
-            expected = list(rest[-1].dims())[position].size
-            counts["dimensions"] += 1
-            if formula is None or formula(held_out.num_tokens, held_out.num_reqs) != expected:
-                raise TraceError(
-                    f"{op.name} in {op.path}: a size that is {dim.size} in the traced pass is no "
-                    f"affine function of tokens and requests ({values} and {expected}); "
-                    "the operation needs a rule of its own"
-                )
-            counts["predicted"] += 1
-            solved.append(formula)
-            if agrees(dim, formula):
-                counts["agreeing"] += 1
-            else:
-                counts["repaired"] += 1
-        formulas[op.index] = tuple(solved)
-        operations[op.index] = _repaired(op, solved, labelled)
-    return CheckResult(**counts), formulas, tuple(operations)
+    counts = Counts()
+    for row in zip(*(p.of_modules for p in passes), strict=True):
+        solved = [
+            _certain(row[0], values, _formula(passes, values)) for values in _values(row)
+        ]
+        counts.add(row, solved)
+        formulas[row[0].index] = tuple(solved)
+        operations[row[0].index] = _repaired(row[0], solved, labelled)
+    outside = _check_outside(passes, operations)
+    return (
+        CheckResult(
+            counts.dimensions, counts.dimensions, counts.agreeing,
+            counts.dimensions - counts.agreeing, counts.following,
+            outside.dimensions, outside.agreeing,
+        ),
+        formulas,
+        tuple(operations),
+    )  # fmt: skip
 
 
-def solve(points: Sequence[tuple[int, int]], values: Sequence[int]) -> Affine | None:
+@dataclass
+class Counts:
+    """Sizes compared, those with a right label, and those whose label says if R moves them."""
+
+    dimensions: int = 0
+    agreeing: int = 0
+    following: int = 0
+
+    def add(self, row: Sequence[Operation], formulas: Sequence[Affine | None]) -> None:
+        for dim, values, formula in zip(row[0].dims(), _values(row), formulas, strict=True):
+            if formula is None:
+                continue
+            self.dimensions += 1
+            self.agreeing += agrees(dim, formula)
+            # The first of the other passes has as many tokens, in other requests.
+            self.following += (NUM_REQS in dim.label.bases) == (values[0] != values[1])
+
+
+def _check_outside(passes: Sequence[Pass], operations: list[Operation]) -> Counts:
+    """Check and repair what runs outside the modules, as far as it can be compared."""
+    counts = Counts()
+    rows = [p.outside for p in passes]
+    try:
+        for other in rows[1:]:
+            _same_operations(rows[0], other)
+    except TraceError:  # input preparation runs operations for each request
+        return counts
+    for row in zip(*rows, strict=True):
+        solved = [_formula(passes, values) for values in _values(row)]
+        counts.add(row, solved)
+        operations[row[0].index] = _repaired(row[0], solved, passes[0])
+    return counts
+
+
+def _values(row: Sequence[Operation]) -> list[tuple[int, ...]]:
+    """For every size of an operation, what it is in each pass."""
+    return list(zip(*([dim.size for dim in op.dims()] for op in row), strict=True))
+
+
+def _formula(passes: Sequence[Pass], values: Sequence[int]) -> Affine | None:
+    """The formula of a size, None where none predicts the last, held-out pass.
+
+    Only a size that no plain formula predicts is tried as a padded one.
+    """
+    *solving, held_out = passes
+    points = [(p.num_tokens, p.num_reqs) for p in solving]
+    for quantum in _QUANTA:
+        if quantum > 1 and not _determine(points, quantum):
+            continue
+        formula = solve(points, values[:-1], quantum)
+        if formula and formula(held_out.num_tokens, held_out.num_reqs) == values[-1]:
+            return formula
+    return None
+
+
+def _determine(points: Sequence[tuple[int, int]], quantum: int) -> bool:
+    """Whether the points, rounded up, still determine a formula."""
+    (t0, r0), (t1, r1), (t2, r2) = ((-(-t // quantum), -(-r // quantum)) for t, r in points)
+    return (t1 - t0) * (r2 - r0) != (t2 - t0) * (r1 - r0)
+
+
+def _certain(op: Operation, values: Sequence[int], formula: Affine | None) -> Affine:
+    if formula is None:
+        raise TraceError(
+            f"{op.name} in {op.path}: a size that is {values[0]} in the traced pass is no "
+            f"affine function of tokens and requests ({values[:-1]} and {values[-1]}); "
+            "the operation needs a rule of its own"
+        )
+    return formula
+
+
+def solve(
+    points: Sequence[tuple[int, int]], values: Sequence[int], quantum: int = 1
+) -> Affine | None:
     """Integers a, b, c with ``a + b*T + c*R`` equal to `values` at three `points`.
 
-    None when there are none. Raises ValueError when the points are collinear.
+    T and R are rounded up to multiples of `quantum`. None when there are none.
+    Raises ValueError when the points are collinear.
     """
-    (t0, r0), (t1, r1), (t2, r2) = points
+    (t0, r0), (t1, r1), (t2, r2) = (
+        (-(-t // quantum) * quantum, -(-r // quantum) * quantum) for t, r in points
+    )
     v0, v1, v2 = values
     determinant = (t1 - t0) * (r2 - r0) - (t2 - t0) * (r1 - r0)
     if determinant == 0:
@@ -99,15 +175,25 @@ def solve(points: Sequence[tuple[int, int]], values: Sequence[int]) -> Affine | 
     constant = v0 - tokens * t0 - requests * r0
     if any(part.denominator != 1 for part in (tokens, requests, constant)):
         return None
-    return Affine(int(constant), int(tokens), int(requests))
+    return Affine(int(constant), int(tokens), int(requests), quantum)
 
 
 def agrees(dim: Dim, formula: Affine) -> bool:
-    """Whether a label claims just the request dependence that the formula has."""
+    """Whether a label says just what the formula says.
+
+    The request bases are those that the formula has, neither more nor fewer;
+    so a constant has none. A size above 1 has a label. A mix with a constant
+    is not the plain number of tokens or requests.
+    """
     bases = dim.label.bases & REQUEST_BASES
-    return (NUM_TOKS in bases) == bool(formula.tokens) and (NUM_REQS in bases) == bool(
+    if not dim.label:
+        return not formula.from_request and dim.size < 2
+    if (NUM_TOKS in bases) != bool(formula.tokens) or (NUM_REQS in bases) != bool(
         formula.requests
-    )
+    ):
+        return False
+    is_plain = {formula.tokens, formula.requests} <= {0, 1} and abs(formula.constant) < 2
+    return not (bases and dim.label.bases - REQUEST_BASES and is_plain)
 
 
 def _same_operations(reference: Sequence[Operation], other: Sequence[Operation]) -> None:

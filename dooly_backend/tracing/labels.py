@@ -112,6 +112,8 @@ def merge(dims: Sequence[Dim], size: int) -> Dim:
     for dim in dims:
         if dim.size != 1 or len(dims) == 1:
             label = label | dim.label
+    if size < 2:
+        return Dim(size)
     if label.name == "mix":
         # Each whole factor goes into H too, so that splitting finds it again
         # even where it was itself a product (heads * head size).
@@ -121,46 +123,51 @@ def merge(dims: Sequence[Dim], size: int) -> Dim:
     return Dim(size, label)
 
 
-def split(dim: Dim, sizes: Sequence[int]) -> Shape:
+def split(dim: Dim, sizes: Sequence[int], given: Sequence[Dim] | None = None) -> Shape:
     """The dimensions that `dim` becomes when it is split into `sizes`.
 
-    A mix is taken apart by consulting H: a part that equals a factor, or the
-    product of factors of one base, comes from that base; when one base is left
-    over, so do all other parts; a part that divides the factors of one base
-    only comes from that base; whatever remains carries the rest of the mix.
+    A mix is taken apart by consulting H: a part that the caller labelled with
+    one of its bases (`given`) is what the caller says; a part that equals a
+    factor, or the product of factors of one base, comes from that base; a part
+    that divides the factors of one base only comes from that base; whatever
+    remains carries the rest of the mix.
     """
     if dim.label.name != "mix":
-        return tuple(Dim(size, dim.label if size != 1 else NONE) for size in sizes)
-    parts: dict[int, Dim] = {
-        index: Dim(size) if size == 1 else found
-        for index, size in enumerate(sizes)
-        if (found := _factor(size, dim.label)) or size == 1
-    }
-    rest = Label(_without(dim.label, parts.values()))
+        return tuple(Dim(size, dim.label if size > 1 else NONE) for size in sizes)
+    parts: dict[int, Dim] = {}
+    for index, size in enumerate(sizes):
+        hint = given[index] if given else None
+        if size < 2:
+            parts[index] = Dim(size)
+        elif hint and hint.label.name != "mix" and hint.label.bases & dim.label.bases:
+            parts[index] = hint
+    # What the caller has named is no candidate for the parts that it has not.
+    unnamed = _without(dim.label, parts.values())
+    for index, size in enumerate(sizes):
+        if index not in parts and (
+            found := _factor(size, unnamed) or _factor(size, dim.label)
+        ):
+            parts[index] = found
+    rest = _without(dim.label, parts.values())
     missing = [index for index in range(len(sizes)) if index not in parts]
-    if rest.name == "mix":
+    if rest.name == "mix" and len(missing) > 1:
         for index in missing:
-            divisible = _divisible(sizes[index], rest)
-            if len(divisible) == 1 and len(missing) > 1:
-                parts[index] = Dim(sizes[index], Label.of(divisible[0], sizes[index]))
-        missing = [index for index in missing if index not in parts]
+            divisible = {s.base for s in rest.sources if s.value % sizes[index] == 0}
+            if len(divisible) == 1:
+                parts[index] = Dim(sizes[index], _of_base(rest, divisible.pop()))
     for index in missing:
-        label = rest or dim.label
-        if label.name not in ("none", "mix"):
-            label = Label.of(label.name, sizes[index])
-        parts[index] = Dim(sizes[index], label)
+        parts.setdefault(index, Dim(sizes[index], rest or dim.label))
     return tuple(parts[index] for index in range(len(sizes)))
 
 
-def _without(label: Label, known: Iterable[Dim]) -> frozenset[Source]:
+def _without(label: Label, known: Iterable[Dim]) -> Label:
     """The sources of `label` whose base no dimension of `known` accounts for."""
     spent = {base for dim in known for base in dim.label.bases}
-    return frozenset(source for source in label.sources if source.base not in spent)
+    return Label(frozenset(source for source in label.sources if source.base not in spent))
 
 
-def _divisible(size: int, label: Label) -> list[str]:
-    """Bases of `label` with a factor that `size` divides."""
-    return sorted({s.base for s in label.sources if s.value % size == 0})
+def _of_base(label: Label, base: str) -> Label:
+    return Label(frozenset(source for source in label.sources if source.base == base))
 
 
 def _factor(size: int, label: Label) -> Dim | None:
@@ -173,34 +180,36 @@ def _factor(size: int, label: Label) -> Dim | None:
             return Dim(size, Label.of(base, size))
     for base, values in sorted(by_base.items()):
         for count in range(2, min(len(values), 4) + 1):
-            if any(math.prod(c) == size for c in combinations(sorted(values), count)):
-                return Dim(size, Label.of(base, size))
+            for factors in combinations(sorted(values), count):
+                if math.prod(factors) == size:
+                    return Dim(size, Label(frozenset(Source(base, f) for f in factors)))
     return None
 
 
-def view(shape: Shape, sizes: Sequence[int]) -> Shape:
+def view(shape: Shape, sizes: Sequence[int], given: Sequence[Dim] | None = None) -> Shape:
     """Labels of a view or reshape of `shape` to `sizes` (no -1 left in them).
 
-    Both shapes are cut into the shortest runs of equal product; each run is
+    `given` has the labels that the caller's own integers carried, where it
+    gave any. Both shapes are cut into the shortest runs of equal product; each run is
     merged into one dimension and split again. Raises ValueError when the
     element counts differ.
     """
     if math.prod(d.size for d in shape) != math.prod(sizes):
         raise ValueError(f"{[d.size for d in shape]} cannot be viewed as {list(sizes)}")
     if any(size == 0 for size in sizes) or any(d.size == 0 for d in shape):
-        known = {d.size: d for d in shape}
+        known = {d.size: d for d in shape if d.size}
         return tuple(known.get(size, Dim(size)) for size in sizes)
     result: list[Dim] = []
     old, new = list(shape), list(sizes)
     while old or new:
-        taken, given = _run(old, new)
-        if len(taken) == 1 and len(given) == 1:
+        taken, parts = _run(old, new)
+        if len(taken) == 1 and len(parts) == 1:
             result.append(taken[0])
         elif not taken:  # ones appended at the end
-            result += [Dim(size) for size in given]
+            result += [Dim(size) for size in parts]
         else:
-            size = math.prod(given)
-            result += split(merge(taken, size), given)
+            hints = given[len(result) : len(result) + len(parts)] if given else None
+            result += split(merge(taken, math.prod(parts)), parts, hints)
     return tuple(result)
 
 

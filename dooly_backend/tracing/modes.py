@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 import torch
@@ -19,71 +20,74 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dooly_backend.engines.paths import ModuleStack
+from dooly_backend.errors import TraceError
+from dooly_backend.tracing.call import Call, TensorShape, preserve
+from dooly_backend.tracing.integers import LabelledInt, label_of
 from dooly_backend.tracing.labels import LITERAL, NONE, Dim, Label, Shape
-from dooly_backend.tracing.rules import MAPPING, Call, TensorShape, preserve
+from dooly_backend.tracing.rules import MAPPING
+from dooly_backend.tracing.sources import tensor_key
 from dooly_backend.tracing.trace import Operation, TensorSpec
 
 _ATTRIBUTE = "_dooly_shape"
+_numbers = count()
 
 
-class LabelledInt(int):
-    """An int that remembers where it comes from, through arithmetic.
+@dataclass(frozen=True)
+class RuleSet:
+    """Which kinds of rules a pass uses; all of them but in the ablation (paper, Table 4).
 
-    Lost in `int()`, `range`, numpy and `.item()`; the registry of values and
-    the differential check cover what is lost.
+    Without preserving rules a mapping rule meets tensors without labels and
+    cannot tell what they are made of: that is an error unless `forced`.
     """
 
-    label: Label
-
-    def __new__(cls, value: int, label: Label = NONE) -> LabelledInt:
-        self = super().__new__(cls, value)
-        self.label = label
-        return self
+    mapping: bool = True
+    preserving: bool = True
+    forced: bool = False
 
 
-def label_of(value: Any) -> Label:
-    """The label of an integer, `NONE` for a plain one."""
-    return value.label if isinstance(value, LabelledInt) else NONE
-
-
-def _arithmetic(name: str) -> Callable[[LabelledInt, Any], Any]:
-    plain = getattr(int, name)
-
-    def operation(self: LabelledInt, other: Any) -> Any:
-        result = plain(self, other)
-        if type(result) is not int:  # NotImplemented, or a float of true division
-            return result
-        return LabelledInt(result, self.label | label_of(other))
-
-    operation.__name__ = name
-    return operation
-
-
-for _name in ("add", "sub", "mul", "floordiv", "mod"):
-    for _prefix in ("__", "__r"):
-        setattr(LabelledInt, f"{_prefix}{_name}__", _arithmetic(f"{_prefix}{_name}__"))
-
-
-def stamp(tensor: torch.Tensor, shape: Shape) -> None:
-    """Give `tensor` its labels. They hold as long as its size does not change."""
-    setattr(tensor, _ATTRIBUTE, shape)
+ALL_RULES = RuleSet()
 
 
 class Labeller:
-    """Labels of tensors: the stamped ones, and by the registry of values otherwise."""
+    """Labels of tensors: stamped by this labeller's pass, or those of a lasting tensor.
 
-    def __init__(self, registry: Mapping[int, Label]) -> None:
+    `registry` knows the sizes of parameters and engine buffers, `requests` the
+    values that only the request has in this pass, `tensors` the tensors that
+    live longer than a step, by address and sizes.
+    """
+
+    def __init__(
+        self,
+        registry: Mapping[int, Label],
+        requests: Mapping[int, Label] | None = None,
+        tensors: Mapping[Any, Shape] | None = None,
+        rules: RuleSet = ALL_RULES,
+    ) -> None:
         self.registry = dict(registry)
+        self.requests = dict(requests or {})
+        self.rules = rules
+        self._tensors = tensors or {}
+        self._number = next(_numbers)
+
+    def stamp(self, tensor: torch.Tensor, shape: Shape) -> None:
+        """Give `tensor` its labels. They hold as long as its size does not change."""
+        setattr(tensor, _ATTRIBUTE, (self._number, shape))
 
     def shape(self, tensor: torch.Tensor) -> TensorShape:
-        stamped = getattr(tensor, _ATTRIBUTE, None)
         sizes = tuple(tensor.size())
-        if stamped is not None and tuple(d.size for d in stamped) == sizes:
+        number, stamped = getattr(tensor, _ATTRIBUTE, (None, ()))
+        # A stamp of an earlier pass speaks of its sizes, not of these.
+        if number == self._number and tuple(d.size for d in stamped) == sizes:
             return TensorShape(stamped)
+        lasting = self._tensors.get(tensor_key(tensor)) if self._tensors else None
+        if lasting is not None:
+            return TensorShape(lasting)
         return TensorShape(Dim(int(s), self._known(int(s))) for s in sizes)
 
     def _known(self, size: int) -> Label:
-        return NONE if size == 1 else self.registry.get(size, NONE)
+        if size < 2:
+            return NONE
+        return self.requests.get(size) or self.registry.get(size) or NONE
 
 
 class FunctionTracer(TorchFunctionMode):
@@ -98,9 +102,10 @@ class FunctionTracer(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is _SHAPE or func is torch.Tensor.size or func is torch.Tensor.numel:
+        # Every access to `__get__` makes another wrapper: equal, not identical.
+        if func is torch.Tensor.size or func is torch.Tensor.numel or func == _SHAPE:
             return self._sizes(func, args, kwargs)
-        before, self.hints = self.hints, _integers(args, kwargs)
+        before, self.hints = self.hints, tuple(_integers((args, kwargs)))
         try:
             return func(*args, **kwargs)
         finally:
@@ -124,12 +129,15 @@ class FunctionTracer(TorchFunctionMode):
 _SHAPE = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
 
 
-def _integers(args: Any, kwargs: Any) -> tuple[Dim, ...]:
-    return tuple(
-        Dim(int(leaf), label_of(leaf))
-        for leaf in tree_leaves((args, kwargs))
-        if isinstance(leaf, int) and not isinstance(leaf, bool)
-    )
+def _integers(tree: Any) -> Iterator[Dim]:
+    """Every integer of a call, in order; slices are opened."""
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, slice):
+            yield from _integers((leaf.start, leaf.stop, leaf.step))
+        elif isinstance(leaf, torch.Size):
+            yield from _integers(tuple(leaf))
+        elif isinstance(leaf, int) and not isinstance(leaf, bool):
+            yield Dim(int(leaf), label_of(leaf))
 
 
 class DispatchTracer(TorchDispatchMode):
@@ -164,44 +172,57 @@ class DispatchTracer(TorchDispatchMode):
         name = f"{func.namespace}::{func.__name__}"
         with torch._C.DisableTorchFunction():
             shaped_args, shaped_kwargs = self._shapes((args, kwargs))
-            inputs = self._tensors((args, kwargs))
+            call = self._call(name, shaped_args, shaped_kwargs)
             index = len(self.operations)
             self.operations.append(
                 Operation(
                     index,
                     self._stack.path,
                     name,
-                    inputs,
+                    self._tensors((args, kwargs)),
                     (),
-                    self._scalars((args, kwargs)),
+                    self._scalars(call, (args, kwargs)),
                     self._parents[-1] if self._parents else None,
                     self._stack.call,
                 )
             )
-        body = self._bodies.get(name.split(".")[0])
+        body = self._bodies.get(call.name)
         if body is not None and name.startswith("vllm::"):
-            result = self._enter(index, body, args, kwargs)
+            result = self._enter(index, call, body, args, kwargs)
         else:
             result = func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
             outputs = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
             if self._label and outputs:
-                call = Call(
-                    name.split(".")[0],
-                    shaped_args,
-                    shaped_kwargs,
-                    tuple(tuple(t.size()) for t in outputs),
-                    self._functions.hints if self._functions else (),
-                    self._labeller.registry,
-                )
-                self._stamp_outputs(call, outputs)
+                self._stamp_outputs(call, (args, kwargs), outputs)
             self.operations[index] = replace(
                 self.operations[index], outputs=self._tensors(outputs)
             )
         return result
 
-    def _enter(self, index: int, body: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a custom operation's body with the modes on, as they are off inside an op."""
+    def _call(self, name: str, args: Any, kwargs: Any) -> Call:
+        return Call(
+            name.split(".")[0],
+            args,
+            kwargs,
+            (),
+            self._functions.hints if self._functions else (),
+            self._labeller.registry,
+            self._labeller.requests,
+        )
+
+    def _enter(
+        self, index: int, call: Call, body: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """Run a custom operation's body with the modes on, as they are off inside an op.
+
+        Its integers came through the dispatcher as plain ones: their labels
+        are given back first.
+        """
+        if self._label:
+            args, kwargs = tree_map(
+                lambda leaf: _relabelled(call, leaf) if type(leaf) is int else leaf, (args, kwargs)
+            )
         self._parents.append(index)
         try:
             with self.active():
@@ -219,16 +240,34 @@ class DispatchTracer(TorchDispatchMode):
             with self._functions, self:
                 yield
 
-    def _stamp_outputs(self, call: Call, outputs: list[torch.Tensor]) -> None:
-        rule = MAPPING.get(call.name, preserve)
-        shapes = list(rule(call))
+    def _stamp_outputs(self, call: Call, arguments: Any, outputs: list[torch.Tensor]) -> None:
+        """Label the outputs by the operation's rule, or else by shape."""
+        given = [id(t) for t in tree_leaves(arguments) if isinstance(t, torch.Tensor)]
+        call = replace(call, outputs=tuple(tuple(t.size()) for t in outputs))
+        shapes = self._ruled(call)
         for tensor, shape in zip(outputs, shapes, strict=True):
-            sizes = tuple(tensor.size())
-            if tuple(d.size for d in shape) != sizes:
-                # A rule that computes another size is wrong for this call;
-                # shape matching is never wrong about sizes.
-                shape = _fallback(call, sizes)
-            stamp(tensor, tuple(shape))
+            if id(tensor) not in given:  # an operation in place returns its argument
+                self._labeller.stamp(tensor, shape)
+
+    def _ruled(self, call: Call) -> list[Shape]:
+        rules = self._labeller.rules
+        mapping = MAPPING.get(call.name)
+        if mapping is None:
+            if rules.preserving:
+                return preserve(call)
+        elif rules.mapping:
+            if not (rules.preserving or rules.forced):
+                _refuse_unknown(call)
+            shapes = [tuple(shape) for shape in mapping(call)]
+            # A rule that computes another size is wrong for this call;
+            # shape matching is never wrong about sizes.
+            return [
+                shape
+                if tuple(d.size for d in shape) == sizes
+                else preserve(replace(call, outputs=(sizes,)))[0]
+                for shape, sizes in zip(shapes, call.outputs, strict=True)
+            ]
+        return [tuple(Dim(size) for size in sizes) for sizes in call.outputs]
 
     def _shapes(self, tree: Any) -> Any:
         return tree_map(
@@ -236,24 +275,14 @@ class DispatchTracer(TorchDispatchMode):
             tree,
         )
 
-    def _scalars(self, tree: Any) -> tuple[Dim, ...]:
+    def _scalars(self, call: Call, tree: Any) -> tuple[Dim, ...]:
         """Integer arguments. Pointers are left out: they differ from run to run."""
         values = [
-            leaf
+            int(leaf)
             for leaf in tree_leaves(tree)
             if isinstance(leaf, int) and not isinstance(leaf, bool) and abs(leaf) < 2**40
         ]
-        return tuple(Dim(int(v), self._scalar_label(int(v))) for v in values)
-
-    def _scalar_label(self, value: int) -> Label:
-        """The caller's label for the integer, the registry's, or a constant of the code."""
-        if not self._label or value < 2:  # 0, 1 and -1 are positions, not sizes
-            return NONE
-        hints = self._functions.hints if self._functions else ()
-        for hint in hints:
-            if hint.size == value and hint.label:
-                return hint.label
-        return self._labeller.registry.get(value) or Label.of(LITERAL, value)
+        return tuple(call.given(value) if self._label else Dim(value) for value in values)
 
     def _tensors(self, tree: Any) -> tuple[TensorSpec, ...]:
         return tuple(
@@ -267,7 +296,17 @@ class DispatchTracer(TorchDispatchMode):
         )
 
 
-def _fallback(call: Call, sizes: tuple[int, ...]) -> Shape:
-    matched = Call(call.name, call.args, call.kwargs, (sizes,), call.hints, call.registry)
-    return preserve(matched)[0]
+def _relabelled(call: Call, value: int) -> int:
+    label = call.given(value).label
+    return LabelledInt(value, label) if label and label.name != LITERAL else value
 
+
+def _refuse_unknown(call: Call) -> None:
+    """Raise TraceError when a rule would have to guess what a dimension is made of."""
+    for shape in call.shapes:
+        for dim in shape:
+            if dim.size > 1 and not dim.label:
+                raise TraceError(
+                    f"ambiguous: {call.name} rearranges a dimension of size {dim.size} "
+                    "whose origin no rule has told"
+                )

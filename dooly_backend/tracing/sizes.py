@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from itertools import combinations
 
 from dooly_backend.errors import TraceError
 from dooly_backend.workload import Batch
 
 #: Context of the decodes in a traced step; the same in every pass, so that
 #: only tokens and requests change.
-CONTEXT = 53
+CONTEXT = 29
+
+#: How far above the fewest tokens to look for free numbers.
+_RANGE = 2000
 
 
 def traced_batch(num_tokens: int, num_reqs: int) -> Batch:
@@ -21,24 +25,41 @@ def traced_batch(num_tokens: int, num_reqs: int) -> Batch:
 def collision_free_sizes(
     values: Collection[int], max_tokens: int, max_reqs: int
 ) -> Iterator[tuple[int, int]]:
-    """(T, R) whose sizes cannot be confused with `values`, smallest first, never collinear thrice.
+    """(T, R) whose sizes cannot be confused with `values`, smallest first, no three on a line.
 
-    T, T+1, R and R+1 occur nowhere in `values`, and T and R neither divide nor
-    are multiples of a value. Raises TraceError when a value cannot be avoided.
+    T, T+1, R-1 (the decodes), R, R+1 and the prefill's length T-R+1 are none of
+    `values`, and T, R and T-R+1 neither divide nor are multiples of one; where
+    too few R are left, some that divide a value come last. Raises TraceError
+    when a value cannot be avoided.
     """
-    free_tokens = [t for t in range(2 * CONTEXT + 1, max_tokens) if _is_free(t, values)]
-    free_reqs = [r for r in range(5, min(max_reqs, CONTEXT)) if _is_free(r, values)]
+    longest = min(max_tokens, 2 * CONTEXT + _RANGE)
+    free_tokens = [t for t in range(2 * CONTEXT + 1, longest) if is_free(t, values)]
+    distinct = [
+        r for r in range(5, min(max_reqs, CONTEXT)) if not {r - 1, r, r + 1} & set(values)
+    ]
+    free_reqs = sorted(distinct, key=lambda r: (not is_free(r, values), r))
     if len(free_tokens) < 8 or len(free_reqs) < 4:
         raise TraceError(
             f"no traced sizes up to {max_tokens} tokens and {max_reqs} requests differ from all "
             "sizes of the model: raise max_num_batched_tokens or max_num_seqs"
         )
-    # Steps of 1, 3, 2, ... in T against 1 in R keep any three points off a line.
-    for attempt in range(min(len(free_tokens) // 2, len(free_reqs))):
-        yield free_tokens[(attempt * attempt + attempt) % len(free_tokens)], free_reqs[attempt]
+    used: list[tuple[int, int]] = []
+    for requests in free_reqs:
+        on_lines = {
+            t1 + (t2 - t1) * (requests - r1) / (r2 - r1)
+            for (t1, r1), (t2, r2) in combinations(used, 2)
+        } | {t for t, _ in used}
+        tokens = next(
+            (t for t in free_tokens if t not in on_lines and is_free(t - requests + 1, values)),
+            None,
+        )
+        if tokens is not None:
+            used.append((tokens, requests))
+            yield tokens, requests
 
 
-def _is_free(size: int, values: Collection[int]) -> bool:
+def is_free(size: int, values: Collection[int]) -> bool:
+    """Whether a step may have this size: no value, no divisor, and no multiple of one."""
     return all(
         size != v
         and size + 1 != v

@@ -16,7 +16,7 @@ from dooly_backend.engines.paths import OUTSIDE
 from dooly_backend.errors import InputError
 from dooly_backend.tracing.labels import Dim, Label, Source
 
-SCHEMA = 1
+SCHEMA = 2
 
 #: Path of operations that run outside every module: input preparation and the like.
 STEP = OUTSIDE
@@ -67,14 +67,20 @@ class Operation:
 
 @dataclass(frozen=True)
 class Affine:
-    """A size as a function of the step: ``constant + tokens*T + requests*R``."""
+    """A size as a function of the step: ``constant + tokens*T + requests*R``.
+
+    With a `quantum` T and R are rounded up to multiples of it first, as engines
+    do with the buffers that they pad.
+    """
 
     constant: int
     tokens: int
     requests: int
+    quantum: int = 1
 
     def __call__(self, num_tokens: int, num_reqs: int) -> int:
-        return self.constant + self.tokens * num_tokens + self.requests * num_reqs
+        tokens, requests = (-(-n // self.quantum) * self.quantum for n in (num_tokens, num_reqs))
+        return self.constant + self.tokens * tokens + self.requests * requests
 
     @property
     def from_request(self) -> bool:
@@ -98,6 +104,9 @@ class CheckResult:
     predicted: int  # of them predicted exactly by the formulas
     agreeing: int  # of them whose label says what the formula says
     repaired: int  # labels that the formulas corrected
+    following: int = 0  # whose label says whether they change when only the requests change
+    outside: int = 0  # sizes outside modules that could be compared
+    outside_agreeing: int = 0  # of them whose label says what their formula says
 
     @property
     def accuracy(self) -> float:
@@ -110,7 +119,9 @@ class Trace:
     """One traced pass of `num_tokens` tokens in `num_reqs` requests.
 
     `formulas` has, for every operation of the model, the affine formula of each
-    of its `dims()`.
+    of its `dims()`. `origins` says where the constants of the labels stand: by
+    base and value, paths such as "config.hidden_size", "model.norm.weight[0]"
+    or "max_num_seqs".
     """
 
     model: str
@@ -121,6 +132,7 @@ class Trace:
     operations: tuple[Operation, ...]
     check: CheckResult
     formulas: dict[int, tuple[Affine | None, ...]] = field(default_factory=dict)
+    origins: dict[str, dict[int, tuple[str, ...]]] = field(default_factory=dict)
     seconds: float = 0.0
     attempts: int = 1
 
@@ -185,6 +197,10 @@ def _to_json(trace: Trace) -> dict[str, Any]:
         "seconds": trace.seconds,
         "attempts": trace.attempts,
         "check": vars(trace.check),
+        "origins": {
+            base: {str(value): list(paths) for value, paths in values.items()}
+            for base, values in trace.origins.items()
+        },
         "modules": [[m.path, m.module_class, m.caller] for m in trace.modules],
         "operations": [
             {
@@ -196,7 +212,7 @@ def _to_json(trace: Trace) -> dict[str, Any]:
                 "parent": op.parent,
                 "call": op.call,
                 "formulas": [
-                    None if f is None else [f.constant, f.tokens, f.requests]
+                    None if f is None else [f.constant, f.tokens, f.requests, f.quantum]
                     for f in trace.formulas.get(op.index, ())
                 ],
             }
@@ -233,6 +249,10 @@ def _from_json(value: dict[str, Any]) -> Trace:
         operations,
         CheckResult(**value["check"]),
         formulas,
+        {
+            base: {int(number): tuple(paths) for number, paths in values.items()}
+            for base, values in value["origins"].items()
+        },
         value["seconds"],
         value["attempts"],
     )

