@@ -191,6 +191,9 @@ def _closest(wanted: str, candidates: dict[str, str]) -> list[str]:
 # -- sweeps -------------------------------------------------------------------
 
 
+_POWERS_OF_TWO = tuple(2**n for n in range(10))
+
+
 class PrefillGrid(_Description):
     """Prefill chunks of every length after every history."""
 
@@ -205,6 +208,13 @@ class DecodeGrid(_Description):
     context: Axis
 
 
+class RoutingGrid(_Description):
+    """Mixture-of-experts layers at every number of tokens and of experts that fire."""
+
+    tokens: Axis
+    experts: Axis
+
+
 class Sweep(_Description):
     """The workload points at which operations are timed."""
 
@@ -213,6 +223,7 @@ class Sweep(_Description):
     requests: Axis
     prefill: PrefillGrid
     decode: DecodeGrid
+    routing: RoutingGrid | None = None  # None: the sweep's tokens, experts in powers of two
 
     def token_points(self) -> list[WorkloadPoint]:
         """Points of the operations that depend on the number of tokens."""
@@ -221,6 +232,23 @@ class Sweep(_Description):
     def request_points(self) -> list[WorkloadPoint]:
         """Points of the operations that depend on the number of requests."""
         return [WorkloadPoint("requests", num_reqs=count) for count in self.requests]
+
+    def routing_points(self, experts: int, top_k: int) -> list[WorkloadPoint]:
+        """Points of a MoE layer of `experts` experts, `top_k` of them for a token.
+
+        At every number of tokens from the fewest experts that can fire to the
+        most, with the grid's numbers between them.
+        """
+        tokens = self.routing.tokens if self.routing else self.tokens
+        counts = self.routing.experts if self.routing else _POWERS_OF_TWO
+        points = []
+        for count in tokens:
+            most = min(experts, count * top_k)
+            wanted = {top_k, most, *(n for n in counts if top_k < n < most)}
+            points += [
+                WorkloadPoint("routing", num_tokens=count, num_experts=n) for n in sorted(wanted)
+            ]
+        return points
 
     def batch_points(self, max_model_len: int) -> list[WorkloadPoint]:
         """Points of attention: the prefills and decodes that the model has room for."""
@@ -307,7 +335,9 @@ class RunOptions(_Description):
     backend: str | None = None  # attention backend; None: the engine's choice
     tensor_parallel: PositiveInt = 1
     pipeline_parallel: PositiveInt = 1
-    expert_parallel: PositiveInt = 1  # ranks that share the experts, all tensor-parallel ones among them
+    expert_parallel: PositiveInt = (
+        1  # ranks that share the experts, all tensor-parallel ones among them
+    )
     rank: NaturalInt = 0  # of the data x pipeline x tensor ranks, the one that runs
     dtype: str | None = None  # None: the model's own
     kv_cache_dtype: str = "auto"

@@ -20,8 +20,9 @@ from typing import Literal
 
 from dooly_backend.errors import InputError
 
-PointKind = Literal["constant", "tokens", "requests", "batch"]
+PointKind = Literal["constant", "tokens", "requests", "batch", "routing"]
 
+_ROUTING = re.compile(r"(\d+)(?:x(\d+))?")
 _REQUEST = re.compile(r"(?:(\d+)x)?(\d+)\+(\d+)")
 
 
@@ -117,13 +118,16 @@ class WorkloadPoint:
     """Where in the space of requests a measurement was taken.
 
     kind "tokens" depends on `num_tokens` alone, "requests" on `num_reqs`
-    alone, "batch" on every request's lengths, "constant" on nothing.
+    alone, "batch" on every request's lengths, "routing" on `num_tokens` and on
+    `num_experts`, the distinct experts that they activate, "constant" on
+    nothing. A batch alone does not tell the experts: they are None then.
     """
 
     kind: PointKind
     num_tokens: int | None = None
     num_reqs: int | None = None
     batch: Batch | None = None
+    num_experts: int | None = None
 
     @classmethod
     def of(cls, kind: PointKind, batch: Batch) -> WorkloadPoint:
@@ -132,6 +136,8 @@ class WorkloadPoint:
             return cls(kind, num_tokens=batch.num_tokens)
         if kind == "requests":
             return cls(kind, num_reqs=batch.num_reqs)
+        if kind == "routing":
+            return cls(kind, num_tokens=batch.num_tokens)
         if kind == "batch":
             return cls(kind, batch.num_tokens, batch.num_reqs, batch)
         return cls("constant")
@@ -148,12 +154,22 @@ class WorkloadPoint:
             return cls("tokens", num_tokens=int(value))
         if kind == "requests" and value.isdecimal():
             return cls("requests", num_reqs=int(value))
+        if kind == "routing" and (match := _ROUTING.fullmatch(value)):
+            experts = match.group(2)
+            return cls(
+                "routing",
+                num_tokens=int(match.group(1)),
+                num_experts=int(experts) if experts else None,
+            )
         raise InputError(f"{key!r} is no workload point (tokens=128, requests=8, batch=1x128+0)")
 
     @property
     def key(self) -> str:
         if self.kind == "tokens":
             return f"tokens={self.num_tokens}"
+        if self.kind == "routing":
+            experts = "" if self.num_experts is None else f"x{self.num_experts}"
+            return f"routing={self.num_tokens}{experts}"
         if self.kind == "requests":
             return f"requests={self.num_reqs}"
         if self.kind == "batch":

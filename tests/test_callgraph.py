@@ -18,7 +18,7 @@ from dooly_backend.operations.callgraph import occurrences
 from dooly_backend.operations.runnable import Entry
 from dooly_backend.tracing.trace import Operation
 
-# -- of a real model ------------------------------------------------------------------------
+# -- of a real model ------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -83,13 +83,11 @@ def test_a_layer_that_runs_less_than_its_kind(
             occurrences(engine, fewer)
 
 
-# -- of made-up models ------------------------------------------------------------------------
+# -- of made-up models ----------------------------------------------------------
 
 
 def engine_of(kinds: str, layers: int) -> Any:
-    return SimpleNamespace(
-        layer_kinds=tuple(kinds), num_layers=layers, stage=range(len(kinds))
-    )
+    return SimpleNamespace(layer_kinds=tuple(kinds), num_layers=layers, stage=range(len(kinds)))
 
 
 def calls(*paths: str) -> dict[Entry, Signature]:
@@ -98,7 +96,9 @@ def calls(*paths: str) -> dict[Entry, Signature]:
     for index, path in enumerate(paths):
         op = Operation(index, path, "aten::mul", (), ())
         name = path.rpartition(".")[2]
-        found[Entry(path, None, name, name, (op,), False)] = Signature(name, "module", "tokens", name)
+        found[Entry(path, None, name, name, (op,), False)] = Signature(
+            name, "module", "tokens", name
+        )
     return found
 
 

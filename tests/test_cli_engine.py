@@ -30,6 +30,9 @@ SWEEP: dict[str, Any] = {
     "decode": {"batch": [1, 2], "context": [16, 64, 256]},
 }
 
+#: Progress bars without a terminal.
+NOISE = r"SmolLM-135M: |\s*$"
+
 pytestmark = pytest.mark.usefixtures("needs_engine")
 
 
@@ -63,16 +66,17 @@ def json_line(result: Any) -> dict[str, Any]:
     return json.loads(result.stdout)
 
 
-def one_error(result: Any) -> str:
-    """The message of a refusal: one line on stderr, nothing on stdout, no traceback."""
+def one_error(result: Any, others: str = "") -> str:
+    """The message of a refusal: one line on stderr, nothing on stdout, no traceback.
+
+    `others` matches lines of the engine's libraries that Dooly has no say in.
+    """
     assert result.returncode == 2, result.stderr[-2000:]
     assert result.stdout == ""
-    lines = result.stderr.splitlines()
-    assert lines, "no message"
-    assert re.fullmatch(r"error: .+", lines[-1]), result.stderr[-2000:]
-    assert "Traceback" not in result.stderr
-    assert [line for line in lines if line.startswith("error:")] == lines[-1:]
-    return lines[-1]
+    lines = [s for s in result.stderr.splitlines() if not (others and re.match(others, s))]
+    assert len(lines) == 1, result.stderr[-2000:]
+    assert re.fullmatch(r"error: .+", lines[0])
+    return lines[0]
 
 
 def rows(path: Path, query: str = "SELECT signature, point_id, samples_us FROM measurement") -> Any:
@@ -91,7 +95,7 @@ def measured(path: Path) -> int:
         return 0
 
 
-# -- one database, killed, continued, complete, full ------------------------------------------------
+# -- one database, killed, continued, complete, full ----------------------------
 
 
 def test_a_profile_that_is_killed_goes_on_and_ends(tmp_path: Path) -> None:
@@ -110,7 +114,7 @@ def test_a_profile_that_is_killed_goes_on_and_ends(tmp_path: Path) -> None:
     assert rows(path, "PRAGMA integrity_check") == [("ok",)]
     assert rows(path, "PRAGMA foreign_key_check") == []
     before = rows(path)
-    total = 9 * 3 + 2 * 2 + 2 + 6 + 3 - 3  # projections and norms; logits, sampler; attention
+    total = 9 * 3 + 2 * 2 + 2 + 6  # by tokens; logits and sampler; attention
     assert 4 <= len(before) < total
 
     # The next run measures the rest of it, and nothing twice.
@@ -136,24 +140,21 @@ def test_a_profile_that_is_killed_goes_on_and_ends(tmp_path: Path) -> None:
     full = dooly(
         tmp_path, "profile", MODEL, *ENGINE, "--sweep", "wide.yaml", "--json", file_limit=limit
     )
-    assert "latency.db" in one_error(full)
+    assert "latency.db" in one_error(full, others=NOISE)
     assert rows(path, "PRAGMA integrity_check") == [("ok",)]
     kept = rows(path)
     assert set(after) < set(kept)
 
-    # With room again, JSON says that nothing of the first sweep is missing.
     info = json_line(dooly(tmp_path, "db", "info", "--json"))
     assert info["measurements"] == len(kept)
 
 
-# -- trace --------------------------------------------------------------------------------------------
+# -- trace ----------------------------------------------------------------------
 
 
 def test_trace_of_another_model(tmp_path: Path) -> None:
     """Qwen3 has norms of queries and keys, and more vocabulary than SmolLM."""
-    result = dooly(
-        tmp_path, "trace", "Qwen3-0.6B", "--layers", "2", "--json", "-o", "trace.json"
-    )
+    result = dooly(tmp_path, "trace", "Qwen3-0.6B", "--layers", "2", "--json", "-o", "trace.json")
     summary = json_line(result)
     assert summary.keys() >= {"operations", "dimensions", "unlabelled", "accuracy", "seconds"}
     assert summary["operations"] > 200
@@ -171,7 +172,7 @@ def test_trace_of_another_model(tmp_path: Path) -> None:
     assert classes["model.layers.1.self_attn.q_norm"] == "RMSNorm"
 
 
-# -- what cannot be run ---------------------------------------------------------------------------------
+# -- what cannot be run ---------------------------------------------------------
 
 
 def model_folder(folder: Path, **changes: Any) -> str:
@@ -189,13 +190,16 @@ def model_folder(folder: Path, **changes: Any) -> str:
             r"vLLM refuses model: .*(NoSuchForCausalLM|nosuch)",
         ),
         ({"num_attention_heads": 7}, r"vLLM refuses model: .+"),
-        ({"rope_parameters": {"rope_type": "nosuch", "rope_theta": 1e4}}, r"vLLM refuses model: .+"),
+        (
+            {"rope_parameters": {"rope_type": "nosuch", "rope_theta": 1e4}},
+            r"vLLM refuses model: .+",
+        ),
     ],
     ids=["architecture", "heads", "rope"],
 )
 def test_a_model_that_vllm_refuses(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     model = model_folder(tmp_path, **changes)
-    error = one_error(dooly(tmp_path, "trace", model, *ENGINE))
+    error = one_error(dooly(tmp_path, "trace", model, *ENGINE), others=r"\[transformers\]")
     assert re.search(message, error), error
     assert "/tmp" not in error  # where Dooly put the model is of no use to anybody
 
@@ -203,16 +207,7 @@ def test_a_model_that_vllm_refuses(tmp_path: Path, changes: dict[str, Any], mess
 def test_an_unknown_attention_backend(tmp_path: Path) -> None:
     error = one_error(dooly(tmp_path, "profile", MODEL, "--backend", "FLASH_INFERNO"))
     assert "unknown attention backend 'FLASH_INFERNO': vLLM has CPU_ATTN here" in error
-    assert not rows_or_none(tmp_path / "latency.db")
-
-
-def rows_or_none(path: Path) -> Any:
-    return rows(path) if path.exists() else None
-
-
-def test_too_few_layers(tmp_path: Path) -> None:
-    error = one_error(dooly(tmp_path, "profile", MODEL, "--layers", "1", "--threads", "1"))
-    assert "--layers 2" in error
+    assert measured(tmp_path / "latency.db") == 0
 
 
 def test_an_unknown_engine(tmp_path: Path) -> None:
@@ -220,9 +215,10 @@ def test_an_unknown_engine(tmp_path: Path) -> None:
     assert "unknown engine 'tgi': use vllm" in error
 
 
-@pytest.mark.parametrize("missing", ["vllm", "torch"])
-@pytest.mark.parametrize("command", ["trace", "profile"])
-def test_no_engine_installed(tmp_path: Path, missing: str, command: str) -> None:
+@pytest.mark.parametrize(
+    ("command", "missing"), [("trace", "vllm"), ("trace", "torch"), ("profile", "vllm")]
+)
+def test_no_engine_installed(tmp_path: Path, command: str, missing: str) -> None:
     code = (
         f"import sys; sys.modules[{missing!r}] = None;"
         f"sys.argv = ['dooly', {command!r}, {MODEL!r}];"

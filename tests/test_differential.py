@@ -54,7 +54,7 @@ def passes(*rows: tuple[int | Affine, Label]) -> tuple[Pass, list[Pass], Pass]:
     return labelled, others, at(HELD_OUT)
 
 
-# -- formulas ----------------------------------------------------------------------------
+# -- formulas -------------------------------------------------------------------
 
 
 @given(
@@ -101,7 +101,7 @@ def test_what_agrees(label: Label, formula: Affine, agree: bool) -> None:
     assert agrees(Dim(1, label), formula) is agree
 
 
-# -- the check ---------------------------------------------------------------------------
+# -- the check ------------------------------------------------------------------
 
 
 def test_right_labels_stay() -> None:

@@ -36,7 +36,7 @@ def operation(trace: Trace, path: str, name: str) -> Operation:
     return found
 
 
-# -- the differential check -------------------------------------------------------------
+# -- the differential check -----------------------------------------------------
 
 
 def test_every_size_is_predicted(trace: Trace) -> None:
@@ -85,10 +85,10 @@ def test_labels_of_known_operations(trace: Trace) -> None:
     assert len(trace.unlabelled()) < 0.01 * trace.check.dimensions
 
 
-# -- other sizes ------------------------------------------------------------------------
+# -- other sizes ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sizes", [(331, 7), (1013, 31)])
+@pytest.mark.parametrize("sizes", [(331, 7), (1013, 23)])
 def test_labels_do_not_depend_on_the_traced_sizes(
     engine: VllmEngine, trace: Trace, sizes: tuple[int, int]
 ) -> None:
@@ -123,7 +123,7 @@ def test_nothing_depends_on_the_context_of_the_decodes(
 
 
 def test_passes_that_run_other_operations_are_an_error(
-    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
+    engine: VllmEngine, trace: Trace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A module that branches on the number of tokens: the trace would hold for some steps only."""
     module = engine.modules["model.layers.1.mlp.act_fn"]
@@ -131,14 +131,14 @@ def test_passes_that_run_other_operations_are_an_error(
 
     def branching(x: Any) -> Any:
         result = plain(module, x)
-        return result + 0 if x.shape[0] > 150 else result
+        return result if x.shape[0] == trace.num_tokens else result + 0
 
     monkeypatch.setattr(module, "forward", branching)
     with pytest.raises(TraceError, match=r"diverge.*model\.layers\.1\.mlp"):
-        tracer.trace_model(engine, sizes=(331, 7))
+        tracer.trace_model(engine)
 
 
-# -- the tree of calls --------------------------------------------------------------------
+# -- the tree of calls ----------------------------------------------------------
 
 
 def test_calls_form_a_tree(engine: VllmEngine, trace: Trace) -> None:
@@ -180,7 +180,7 @@ def test_bodies_of_custom_operations(trace: Trace) -> None:
         assert parent.path == by_index[index].path
 
 
-# -- the file ----------------------------------------------------------------------------
+# -- the file -------------------------------------------------------------------
 
 
 def test_a_trace_file_gives_the_trace_back(trace: Trace, tmp_path: Path) -> None:

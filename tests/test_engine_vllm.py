@@ -58,7 +58,7 @@ def lengths(metadata: Any) -> list[tuple[int, int]]:
     )
 
 
-# -- what the engine says of itself ---------------------------------------------------
+# -- what the engine says of itself ---------------------------------------------
 
 
 def test_the_instance_and_the_model(engine: VllmEngine) -> None:
@@ -86,7 +86,7 @@ def test_shared_modules_answer_under_every_caller(engine: VllmEngine) -> None:
     assert engine.module("sampler") is engine.modules["sampler"]
 
 
-# -- injected steps ------------------------------------------------------------------
+# -- injected steps -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("key", BATCHES)
@@ -173,7 +173,7 @@ def test_many_steps_leak_nothing(engine: VllmEngine) -> None:
     assert Counter(engine._steps._free) == free
 
 
-# -- captured calls --------------------------------------------------------------------
+# -- captured calls -------------------------------------------------------------
 
 
 def test_calls_come_in_the_order_of_the_pass(engine: VllmEngine, trace: Trace) -> None:
@@ -271,7 +271,7 @@ def test_copies(tensor: torch.Tensor) -> None:
         assert copy.data_ptr() != tensor.data_ptr()
 
 
-# -- live steps --------------------------------------------------------------------------
+# -- live steps -----------------------------------------------------------------
 
 
 def test_live_steps(engine: VllmEngine) -> None:
@@ -327,7 +327,7 @@ def test_live_decodes_need_room_to_continue(engine: VllmEngine) -> None:
         engine.live_steps(Batch.decode(1, engine.max_request_len - 2), 4, run)
 
 
-# -- exceptions --------------------------------------------------------------------------
+# -- exceptions -----------------------------------------------------------------
 
 
 def test_an_exception_while_calls_are_held(engine: VllmEngine) -> None:

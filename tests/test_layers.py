@@ -56,7 +56,7 @@ def test_kinds(config: dict[str, Any], kinds: list[str]) -> None:
 def test_as_few_layers_as_show_every_kind(kinds: str, needed: int) -> None:
     assert layers_needed(kinds) == needed
     layers_represented(kinds, needed)  # does not raise
-    if 1 < needed:
+    if needed > 1:
         with pytest.raises(ValueError, match="do not show every kind"):
             layers_represented(kinds, needed - 1)
 

@@ -79,7 +79,7 @@ def widened(**changes: Any) -> Sweep:
     return Sweep.model_validate(SMOKE.model_dump() | changes)
 
 
-# -- the first run --------------------------------------------------------------------------
+# -- the first run --------------------------------------------------------------
 
 
 def test_everything_was_measured(profiled: Profiled, signed: dict[Entry, Signature]) -> None:
@@ -129,7 +129,7 @@ def test_the_environment_is_this_process(profiled: Profiled, engine: VllmEngine)
     assert environment.facts["torch"] == torch.__version__
 
 
-# -- later runs --------------------------------------------------------------------------------
+# -- later runs -----------------------------------------------------------------
 
 
 def test_a_second_run_measures_nothing(engine: VllmEngine, path: Path) -> None:
@@ -214,7 +214,7 @@ def test_a_step_cost_that_is_missing_is_measured(engine: VllmEngine, path: Path)
         assert LatencyModel.load(database).step_cost is not None
 
 
-# -- points that cannot run ----------------------------------------------------------------------
+# -- points that cannot run -----------------------------------------------------
 
 
 def skipped(path: Path) -> dict[str, str]:
@@ -283,7 +283,7 @@ def test_any_other_error_is_no_reason(
     assert not skipped(path)
 
 
-# -- points of a sweep ---------------------------------------------------------------------------
+# -- points of a sweep ----------------------------------------------------------
 
 
 def limited(**limits: int) -> Any:
@@ -327,7 +327,7 @@ def test_requests_where_requests_are_short() -> None:
     assert keys_of("requests", limited(max_request_len=17))["requests=4"] == "4x1+16"
 
 
-# -- which call is timed ---------------------------------------------------------------------------
+# -- which call is timed --------------------------------------------------------
 
 
 def test_subjects_of_a_real_step(engine: VllmEngine, signed: dict[Entry, Signature]) -> None:
@@ -371,7 +371,7 @@ def test_a_call_that_the_step_does_not_run() -> None:
         subject_of(signature.hash, [entry], {entry: signature}, [call("other", object())])
 
 
-# -- how it is timed -------------------------------------------------------------------------------
+# -- how it is timed ------------------------------------------------------------
 
 
 class Script:
@@ -435,9 +435,7 @@ def test_weights_are_cold_and_code_is_warm() -> None:
 
 def test_subjects_take_turns_and_warm_ups_are_dropped() -> None:
     script = Script([900.0, 901.0, *map(float, range(10, 16))])
-    found = measurements(
-        script, Regime(repeats=3, warmups=1, spread=9), subject("a"), subject("b")
-    )
+    found = measurements(script, Regime(repeats=3, warmups=1, spread=9), subject("a"), subject("b"))
     timed = [event for event in script.events if event.startswith("time")]
     assert timed == ["time a", "time b"] * 4
     assert [m.samples_us for m in found] == [(10, 12, 14), (11, 13, 15)]
@@ -499,7 +497,7 @@ def test_arguments_are_fresh_for_every_sample() -> None:
     assert timed == [[0.0] * 3] * 4
 
 
-# -- conservation ------------------------------------------------------------------------------------
+# -- conservation ---------------------------------------------------------------
 
 
 def test_a_step_is_the_sum_of_what_was_measured(profiled: Profiled, model: LatencyModel) -> None:

@@ -39,7 +39,7 @@ def covers(entry: Entry, node: Node, op: Operation) -> bool:
     return entry.key == (node.path, runnable_module._ordinal(node, top))
 
 
-# -- a real model -----------------------------------------------------------------------
+# -- a real model ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("finer", [False, True], ids=["modules", "operations"])
@@ -139,7 +139,7 @@ def test_operations_where_kernels_decide(by_operation: RunnableSet) -> None:
     assert by_operation.fallbacks() == [e for e in by_operation.entries if e.stateful]
 
 
-# -- resolution on a made-up pass -----------------------------------------------------------
+# -- resolution on a made-up pass -----------------------------------------------
 
 MATRIX = TensorSpec((Dim(8), Dim(4)), "float32", (4, 1))
 
@@ -297,7 +297,7 @@ def test_reasons_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [o.index for o in entry.operations] == list(range(8))
 
 
-# -- the tree ---------------------------------------------------------------------------
+# -- the tree -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

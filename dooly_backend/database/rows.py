@@ -142,6 +142,7 @@ def point_columns(point: WorkloadPoint) -> Columns:
         "num_prefill_tokens": batch and sum(request.query for request in batch.prefills),
         "num_decodes": batch and len(batch.decodes),
         "batch": batch and batch.key,
+        "num_experts": point.num_experts,
     }
 
 

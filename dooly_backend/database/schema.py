@@ -51,7 +51,7 @@ CREATE TABLE signature (
     granularity TEXT NOT NULL CHECK (granularity IN ('operation', 'module')),
     kind        TEXT NOT NULL,              -- what of the request its latency depends on
     canonical   TEXT NOT NULL,              -- dtypes, layout, model dimensions, kernels
-    CHECK (kind IN ('constant', 'tokens', 'requests', 'batch')),
+    CHECK (kind IN ('constant', 'tokens', 'requests', 'batch', 'routing')),
     CHECK (length(hash) = 64)
 )""",
     """\
@@ -73,14 +73,16 @@ CREATE TABLE workload_point (
     -- Where in the space of requests something is measured: what of a batch
     -- a signature of this kind depends on.
     id                 INTEGER PRIMARY KEY,
-    key                TEXT NOT NULL UNIQUE,  -- 'tokens=128', 'requests=8', 'batch=1x128+0'
+    key                TEXT NOT NULL UNIQUE,  -- 'tokens=128', 'batch=1x128+0'
     kind               TEXT NOT NULL,         -- the kind of signature that it suits
     num_tokens         INTEGER CHECK (num_tokens >= 1),          -- new tokens of the step
     num_reqs           INTEGER CHECK (num_reqs >= 1),            -- requests of the step
     num_prefill_tokens INTEGER CHECK (num_prefill_tokens >= 0),  -- new tokens of its prefills
     num_decodes        INTEGER CHECK (num_decodes >= 0),         -- its decoding requests
     batch              TEXT,  -- COUNTxQUERY+CONTEXT,...: '2x128+0,8x1+1024'
-    CHECK (kind IN ('constant', 'tokens', 'requests', 'batch')),
+    num_experts        INTEGER CHECK (num_experts >= 1),  -- distinct experts that fire (routing)
+    CHECK (kind IN ('constant', 'tokens', 'requests', 'batch', 'routing')),
+    CHECK ((kind = 'routing') = (num_experts IS NOT NULL)),
     CHECK ((kind = 'tokens') <= (num_tokens IS NOT NULL)),
     CHECK ((kind = 'requests') <= (num_reqs IS NOT NULL)),
     CHECK ((kind = 'batch') = (batch IS NOT NULL))

@@ -276,6 +276,17 @@ class Database:
             ).fetchone()
             return row and rows.step_cost_of(row)
 
+    def measured_at(self, configuration_id: int, environment_id: int) -> str | None:
+        """When a configuration's last measurement was made: UTC, ISO 8601; None before any."""
+        with self._reading():
+            row = self._execute(
+                "SELECT max(measured_at) AS latest FROM measurement"
+                " WHERE environment_id = ? AND signature IN"
+                " (SELECT signature FROM occurrence WHERE configuration_id = ?)",
+                (environment_id, configuration_id),
+            ).fetchone()
+            return row["latest"]
+
     def coverage(self) -> dict[int, list[info.Coverage]]:
         """By configuration id: the environments that measured it, and how much of it."""
         with self._reading():

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from dooly_backend.database.records import Configuration, Environment
 from dooly_backend.workload import Batch
@@ -39,6 +39,19 @@ class CapturedCall:
     def __call__(self) -> Any:
         """Run it again; the caller provides `Engine.running`."""
         return self.target(*self.args, **self.kwargs)
+
+
+@dataclass(frozen=True)
+class MoeLayer:
+    """A mixture-of-experts layer of one rank: `experts` it owns, from global id `first` on."""
+
+    experts: int
+    top_k: int
+    first: int = 0
+
+
+#: How tokens are routed: exactly so many experts fire, or experts drawn at random.
+Routing = int | Literal["uniform"]
 
 
 class Engine(ABC):
@@ -102,6 +115,15 @@ class Engine(ABC):
     @abstractmethod
     def stateful_identity(self, path: str) -> dict[str, Any]:
         """What of the engine selects the kernels of a stateful module, beside its attributes."""
+
+    @property
+    def moe(self) -> Mapping[str, MoeLayer]:
+        """The mixture-of-experts layers by path; none for a dense model."""
+        return {}
+
+    def routed(self, how: Routing | None) -> AbstractContextManager[None]:
+        """Route every MoE layer as `how` says while the `with` block runs; None leaves it be."""
+        return nullcontext()
 
     @abstractmethod
     def step(self, batch: Batch) -> None:

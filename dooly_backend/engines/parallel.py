@@ -112,7 +112,7 @@ def define_operations() -> Any:
     """
     import torch
 
-    library = torch.library.Library("dooly", "FRAGMENT")  # noqa: TOR901 - lives as long as the process
+    library = torch.library.Library("dooly", "FRAGMENT")
     definitions = {
         "all_reduce": ("(Tensor x, int degree) -> Tensor", _same, _like),
         "broadcast": ("(Tensor x, int degree) -> Tensor", _same, _like),

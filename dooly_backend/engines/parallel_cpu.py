@@ -21,7 +21,7 @@ from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 
 @contextmanager
 def experts_owned() -> Iterator[None]:
-    """vLLM's unquantised CPU experts compute what the rank owns while the block runs."""
+    """VLLM's unquantised CPU experts compute what the rank owns while the block runs."""
     _define()
     whole = cpu_moe.CPUUnquantizedExperts.apply
 
@@ -34,7 +34,7 @@ def experts_owned() -> Iterator[None]:
 
 
 def _owned(expert_map: torch.Tensor | None) -> Any:
-    """vLLM's call of the kernel, with what it leaves out: which experts the rank owns."""
+    """VLLM's call of the kernel, with what it leaves out: which experts the rank owns."""
     if expert_map is None:
         return cpu_moe.cpu_fused_moe
 

@@ -98,7 +98,7 @@ def emulated(rank: Rank, stage: range, built: int) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def groups_emulated(rank: Rank) -> Iterator[None]:
-    """vLLM makes emulated groups while the block runs; they stay what they are."""
+    """VLLM makes emulated groups while the block runs; they stay what they are."""
     if rank.world == 1:
         yield
         return
@@ -208,8 +208,7 @@ class EmulatedGroup(GroupCoordinator):
 
         It does not say for how many tokens and takes as many as it needs.
         """
-        runner = self.runner
-        return _empty(runner, runner.max_num_tokens).tensors, [], []
+        return self.runner.intermediate_tensors.tensors, [], []
 
     def barrier(self) -> None:
         return None
@@ -328,12 +327,11 @@ def received(runner: Any, num_tokens: int) -> IntermediateTensors | None:
     group = parallel_state.get_pp_group()
     if group.is_first_rank:
         return None
-    tensors = _empty(runner, num_tokens).tensors
-    return IntermediateTensors({name: _arrive(tensor) for name, tensor in tensors.items()})
-
-
-def _empty(runner: Any, num_tokens: int) -> IntermediateTensors:
-    return runner.model.make_empty_intermediate_tensors(num_tokens, runner.dtype, runner.device)
+    # Into the runner's own buffers: it copies what arrives there, here onto itself.
+    buffers = runner.intermediate_tensors.tensors
+    return IntermediateTensors(
+        {name: _arrive(buffer[:num_tokens]) for name, buffer in buffers.items()}
+    )
 
 
 def sent(output: Any) -> bool:
@@ -367,7 +365,9 @@ def _complete_pipeline(runner: Any, group: EmulatedGroup) -> None:
     """What a runner lacks without the neighbours of its stage, and without their warm-up."""
     if not group.is_first_rank and runner.intermediate_tensors is None:
         # V1 makes this buffer in a dummy run, which an eager CPU engine skips.
-        runner.intermediate_tensors = _empty(runner, runner.max_num_tokens)
+        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+            runner.max_num_tokens, runner.dtype, runner.device
+        )
     handler = getattr(runner, "pp_handler", None)
     if handler is not None and not group.is_last_rank:
         # V2 would take the tokens that the last stage samples, uninitialised,

@@ -13,19 +13,20 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cached_property, partial
 from importlib.util import find_spec
 from typing import Any
 
 from dooly_backend.config import RunOptions
 from dooly_backend.database.records import Configuration, canonical_json
-from dooly_backend.engines.base import CapturedCall, Engine, copied, hooks
+from dooly_backend.engines.base import CapturedCall, Engine, MoeLayer, Routing, copied, hooks
 from dooly_backend.engines.environment import environment_of, package_version
 from dooly_backend.engines.layers import layer_kinds, layers_needed
 from dooly_backend.engines.parallel import Rank
 from dooly_backend.engines.paths import ModuleStack
 from dooly_backend.engines.vllm_configs import register_config
+from dooly_backend.engines.vllm_moe import moe_layers, routed
 from dooly_backend.engines.vllm_steps import LiveRequest, StepBuilder
 from dooly_backend.errors import DoolyError, EngineError
 from dooly_backend.workload import Batch, Request
@@ -206,7 +207,7 @@ class VllmEngine(Engine):
 
     @cached_property
     def _attention(self) -> Mapping[str, Any]:
-        """vLLM's attention group of every attention module, by the module's path.
+        """VLLM's attention group of every attention module, by the module's path.
 
         The groups name layers, and a layer's name is not always its module's
         path: MLA names it ``self_attn.attn`` and holds it as ``mla_attn``.
@@ -219,6 +220,13 @@ class VllmEngine(Engine):
             for group in groups
             for name in group.layer_names
         }
+
+    @cached_property
+    def moe(self) -> Mapping[str, MoeLayer]:
+        return moe_layers(self.modules)
+
+    def routed(self, how: Routing | None) -> AbstractContextManager[None]:
+        return nullcontext() if how is None else routed(self.modules, self.moe, how)
 
     @property
     def operation_bodies(self) -> Mapping[str, Callable[..., Any]]:

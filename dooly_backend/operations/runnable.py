@@ -8,7 +8,7 @@ dropped, so that every kernel lies under exactly one entry.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,6 +21,9 @@ from dooly_backend.tracing.sizes import traced_batch
 from dooly_backend.tracing.trace import Operation, Trace
 
 Outcome = Literal["alone", "with context"]
+
+#: Mixture-of-experts layers.
+ROUTING = "its latency depends on the routing, which only a hook at this module controls"
 
 #: Module calls on a host-bound device keep their host time: see `resolve`.
 HOST_TIME = "the module's own host time is part of what a step pays on this device"
@@ -85,7 +88,7 @@ def resolve(trace: Trace, engine: Engine, prefer_operations: bool | None = None)
     outcomes = _try_calls(trace, engine, nodes)
     entries: list[Entry] = []
     for root in roots:
-        found = _resolve(root, outcomes, prefer_operations)
+        found = _resolve(root, outcomes, prefer_operations, engine.moe)
         if found is None:
             raise TraceError(
                 f"{root.path or 'the model'} cannot be run again outside its step: "
@@ -177,12 +180,14 @@ def _ordinal(node: Node, op: Operation) -> int:
     return sum(1 for o in node.operations if o.parent is None and o.index < op.index)
 
 
-def _resolve(node: Node, outcomes: _Outcomes, prefer_operations: bool) -> list[Entry] | None:
+def _resolve(
+    node: Node, outcomes: _Outcomes, prefer_operations: bool, routed: Collection[str]
+) -> list[Entry] | None:
     """Entries that cover `node`, or None when its caller must."""
     operations = tuple(node.all_operations())
     if not any(below.kernels for below in node.walk()):
         return []  # nothing runs here
-    fine, reason = _finer(node, outcomes, prefer_operations)
+    fine, reason = _finer(node, outcomes, prefer_operations, routed)
     if fine is not None:
         return fine
     outcome = outcomes.ran.get((node.path, None))
@@ -202,15 +207,17 @@ def _resolve(node: Node, outcomes: _Outcomes, prefer_operations: bool) -> list[E
 
 
 def _finer(
-    node: Node, outcomes: _Outcomes, prefer_operations: bool
+    node: Node, outcomes: _Outcomes, prefer_operations: bool, routed: Collection[str]
 ) -> tuple[list[Entry] | None, str]:
     """Entries finer than the module, or None and the reason for keeping it whole."""
+    if node.path in routed:
+        return None, ROUTING
     if not node.children and not prefer_operations:
         alone = outcomes.ran.get((node.path, None)) == "alone"
         return None, HOST_TIME if alone else outcomes.reason((node.path, None))
     entries: list[Entry] = []
     for child in node.children:
-        found = _resolve(child, outcomes, prefer_operations)
+        found = _resolve(child, outcomes, prefer_operations, routed)
         if found is None:
             return None, f"{child.path}: {outcomes.reason((child.path, None))}"
         entries += found

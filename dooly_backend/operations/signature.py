@@ -6,6 +6,8 @@ The canonical serialisation is JSON (sorted keys, no spaces) of
      "operations": [[name, [input tensors], [output tensors], [scalars]], ...],
      "attributes": {...}, "stateful": {...}, "kernels": {...}}
 
+(and "routing" with the experts of a rank and top-k for mixture-of-experts layers).
+
 A tensor is ``[dtype, layout, [dims]]``. A dimension is its value where the
 model or the code decides it, an affine text such as "T" or "9*T+1" where the
 request does, and "E" where the size of an engine buffer does (also as the
@@ -31,8 +33,14 @@ SCHEMA = 1
 #: Attributes that name or number the instance: another layer's differ, its time does not.
 _IDENTITY = frozenset(
     {
-        "layer_name", "prefix", "layer_idx", "layer_id", "layer_index", "training",
-        "call_super_init", "tp_rank",
+        "layer_name",
+        "prefix",
+        "layer_idx",
+        "layer_id",
+        "layer_index",
+        "training",
+        "call_super_init",
+        "tp_rank",
     }  # fmt: skip
 )
 _Attribute = int | float | bool | str | None
@@ -54,7 +62,11 @@ def signature_of(entry: Entry, trace: Trace, engine: Engine) -> Signature:
         "stateful": engine.stateful_identity(entry.path) if entry.path in engine.stateful else {},
         "kernels": engine.kernel_identity(),
     }
-    return Signature(entry.name, entry.granularity, kind_of(entry, trace), canonical_json(value))
+    layer = engine.moe.get(entry.path)
+    if layer is not None:
+        value["routing"] = {"experts": layer.experts, "top_k": layer.top_k}
+    kind = "routing" if layer is not None else kind_of(entry, trace)
+    return Signature(entry.name, entry.granularity, kind, canonical_json(value))
 
 
 def kind_of(entry: Entry, trace: Trace) -> PointKind:

@@ -35,11 +35,15 @@ class Regime:
 
 @dataclass(frozen=True)
 class Subject:
-    """A call to time, the call that ran before it, and a like call with other weights."""
+    """A call to time, the call that ran before it, and a like call with other weights.
+
+    `experts` is how many experts shall fire, where the call is a MoE layer.
+    """
 
     call: CapturedCall
     predecessor: CapturedCall | None
     sibling: CapturedCall | None
+    experts: int | None = None
 
 
 class _Arguments:
@@ -100,7 +104,8 @@ def _sample(
     """The time of an undisturbed call, or of the quickest one when all were disturbed."""
     quickest = float("inf")
     for _ in range(attempts):
-        sample = _call_as_in_a_step(engine, timer, subject, arguments)
+        with engine.routed(subject.experts):
+            sample = _call_as_in_a_step(engine, timer, subject, arguments)
         if not sample.disturbed:
             return sample.us
         quickest = min(quickest, sample.us)
@@ -126,6 +131,8 @@ def _call_as_in_a_step(
 
 def spread(samples: Sequence[float]) -> float:
     """Median over lower quartile: 1 where nothing disturbed the samples."""
+    if len(samples) < 2:
+        return 1.0
     lower = statistics.quantiles(samples, n=4, method="inclusive")[0]
     return statistics.median(samples) / lower if lower else 1.0
 

@@ -13,7 +13,7 @@ from dooly_backend.engines import Engine
 from dooly_backend.operations.callgraph import occurrences, signatures
 from dooly_backend.operations.runnable import resolve
 from dooly_backend.profiling.measure import Regime
-from dooly_backend.profiling.profiler import sweep_points
+from dooly_backend.profiling.sweep import sweep_points
 from dooly_backend.tracing.tracer import trace_model
 
 #: Untimed work per sample beside the call: flushing the caches, restoring inputs. Measured

@@ -25,12 +25,13 @@ from dooly_backend.profiling.measure import (
     measure,
     step_samples,
 )
+from dooly_backend.profiling.sweep import sweep_points
 from dooly_backend.profiling.timer import Timer, quiet_process, timer_for
 from dooly_backend.regression.latency import LatencyModel
 from dooly_backend.regression.step_cost import fit_step_cost
 from dooly_backend.tracing.trace import Trace
 from dooly_backend.tracing.tracer import trace_model
-from dooly_backend.workload import Batch, Request, WorkloadPoint
+from dooly_backend.workload import Batch
 
 log = logging.getLogger(__name__)
 
@@ -157,47 +158,6 @@ def missing(
     return Work({batch: tuple(keys) for batch, keys in by_batch.items()}, by_hash)
 
 
-def sweep_points(
-    signature: Signature, sweep: Sweep, engine: Engine
-) -> list[tuple[WorkloadPoint, Batch]]:
-    """The points of a signature, each with a batch that shows it, within the engine's limits."""
-    if signature.kind == "tokens":
-        points = sweep.token_points()
-    elif signature.kind == "requests":
-        points = sweep.request_points()
-    elif signature.kind == "batch":
-        points = sweep.batch_points(engine.max_request_len)
-    else:
-        points = [WorkloadPoint("constant")]
-    pairs = [(point, _batch(point, engine)) for point in points]
-    return [(point, batch) for point, batch in pairs if batch is not None]
-
-
-def _batch(point: WorkloadPoint, engine: Engine) -> Batch | None:
-    """A batch that shows `point`, None when it is beyond the engine's limits."""
-    if point.kind == "batch":
-        batch = point.batch
-    elif point.kind == "requests":
-        assert point.num_reqs is not None
-        batch = Batch.decode(point.num_reqs, min(64, engine.max_request_len - 1))
-    else:
-        batch = _prefills(point.num_tokens or 1, engine.max_request_len)
-    assert batch is not None
-    fits = (
-        batch.num_tokens <= engine.max_num_tokens
-        and batch.num_reqs <= engine.max_num_reqs
-        and batch.longest <= engine.max_request_len
-    )
-    return batch if fits else None
-
-
-def _prefills(tokens: int, longest: int) -> Batch:
-    """`tokens` new tokens in as few prefills as the engine's longest request allows."""
-    whole, rest = divmod(tokens, longest)
-    lengths = [longest] * whole + [rest] * bool(rest)
-    return Batch(tuple(Request(length, 0) for length in lengths))
-
-
 def _measure_batch(
     engine: Engine,
     timer: Timer,
@@ -210,7 +170,9 @@ def _measure_batch(
     entries = list(signed)
     try:
         with captured(engine, batch, [entry.key for entry in entries]) as calls:
-            subjects = {key: subject_of(key[0], entries, signed, calls) for key in keys}
+            subjects = {
+                key: subject_of(key[0], entries, signed, calls, key[1].num_experts) for key in keys
+            }
             return measure(engine, timer, subjects, regime)
     except EngineError as error:
         return str(error)
@@ -232,6 +194,7 @@ def subject_of(
     entries: Sequence[Entry],
     signed: Mapping[Entry, Signature],
     calls: Sequence[CapturedCall],
+    experts: int | None = None,
 ) -> Subject:
     """The call to time for a signature: the last one, in a layer behind another like it."""
     keys: set[Key] = {entry.key for entry in entries if signed[entry].hash == signature_hash}
@@ -244,7 +207,12 @@ def subject_of(
     own = [i for i in others if calls[i].target is not calls[chosen].target]
     sibling = next(iter((own or others)[-1:]), None)
     predecessor = calls[chosen - 1] if chosen > 0 else None
-    return Subject(calls[chosen], predecessor, calls[sibling] if sibling is not None else None)
+    return Subject(
+        calls[chosen],
+        predecessor,
+        calls[sibling] if sibling is not None else None,
+        experts,
+    )
 
 
 def _measure_steps(
@@ -267,7 +235,9 @@ def _measure_steps(
     )
     for batch in batches:
         for layers in depths:
-            live = step_samples(engine, timer, batch, layers, repeats)
+            # Predictions suppose uniform routing; that of dummy weights is not.
+            with engine.routed("uniform"):
+                live = step_samples(engine, timer, batch, layers, repeats)
             operations = operations_us(engine, model, batch, layers)
             step = StepMeasurement(batch, layers, live, operations)
             database.record_step(configuration_id, environment_id, step, replace=True)

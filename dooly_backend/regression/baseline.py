@@ -11,6 +11,7 @@ decodes by the sum of both.
 
 from __future__ import annotations
 
+import json
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -19,11 +20,13 @@ from collections.abc import Iterable, Sequence
 from dooly_backend.database.records import Measurement, Signature
 from dooly_backend.errors import InputError
 from dooly_backend.regression.interpolate import Curve, Estimate, Statistics, Surface
-from dooly_backend.workload import Batch
+from dooly_backend.workload import Batch, WorkloadPoint
 
 
 class SignatureLatency(ABC):
-    """Predicts how long one call of a signature takes."""
+    """Predicts how long one call of a signature takes. `points` is where it was measured."""
+
+    points: tuple[WorkloadPoint, ...] = ()
 
     @abstractmethod
     def at(self, batch: Batch) -> tuple[Estimate, bool]:
@@ -37,6 +40,7 @@ class ConstantLatency(SignatureLatency):
     """Depends on nothing."""
 
     def __init__(self, measurements: Sequence[Measurement]) -> None:
+        self.points = _points(measurements)
         self._estimate = Estimate(statistics_of(measurements[0]), extrapolated=False)
 
     def at(self, batch: Batch) -> tuple[Estimate, bool]:
@@ -47,6 +51,7 @@ class TokensLatency(SignatureLatency):
     """Depends on the number of new tokens in the step."""
 
     def __init__(self, measurements: Sequence[Measurement]) -> None:
+        self.points = _points(measurements)
         self._measured = {_number(m.point.num_tokens): statistics_of(m) for m in measurements}
         self._curve = Curve(self._measured)
 
@@ -58,6 +63,7 @@ class RequestsLatency(SignatureLatency):
     """Depends on the number of requests in the step."""
 
     def __init__(self, measurements: Sequence[Measurement]) -> None:
+        self.points = _points(measurements)
         self._measured = {_number(m.point.num_reqs): statistics_of(m) for m in measurements}
         self._curve = Curve(self._measured)
 
@@ -65,11 +71,44 @@ class RequestsLatency(SignatureLatency):
         return self._curve.at(batch.num_reqs), batch.num_reqs in self._measured
 
 
+class RoutingLatency(SignatureLatency):
+    """Depends on the tokens and on the distinct experts that they activate: MoE layers.
+
+    A batch alone does not tell the experts: `at` takes the number expected
+    when every token draws its experts at random.
+    """
+
+    def __init__(self, signature: Signature, measurements: Sequence[Measurement]) -> None:
+        routing = json.loads(signature.canonical)["routing"]
+        self._experts, self._top_k = int(routing["experts"]), int(routing["top_k"])
+        self.points = _points(measurements)
+        self._measured = {
+            (_number(m.point.num_tokens), _number(m.point.num_experts)): statistics_of(m)
+            for m in measurements
+        }
+        self._surface = Surface(self._measured)
+
+    def at(self, batch: Batch) -> tuple[Estimate, bool]:
+        experts = expected_experts(batch.num_tokens, self._experts, self._top_k)
+        return self.at_routing(batch.num_tokens, experts)
+
+    def at_routing(self, num_tokens: int, num_experts: float) -> tuple[Estimate, bool]:
+        """The statistics where `num_experts` distinct experts fire for `num_tokens` tokens."""
+        measured = (float(num_tokens), float(num_experts)) in self._measured
+        return self._surface.at(num_tokens, num_experts), measured
+
+
+def expected_experts(num_tokens: int, experts: int, top_k: int) -> float:
+    """Distinct experts that fire when every token draws `top_k` of `experts` at random."""
+    return experts * (1 - (1 - top_k / experts) ** num_tokens)
+
+
 class BatchLatency(SignatureLatency):
     """Depends on every request's lengths: attention."""
 
     def __init__(self, name: str, measurements: Sequence[Measurement]) -> None:
         self._name = name
+        self.points = _points(measurements)
         self._measured: dict[str, Statistics] = {}
         prefills: dict[tuple[float, float], Statistics] = {}
         decodes: dict[tuple[float, float], Statistics] = {}
@@ -118,6 +157,8 @@ def signature_latency(
         return TokensLatency(measurements)
     if signature.kind == "requests":
         return RequestsLatency(measurements)
+    if signature.kind == "routing":
+        return RoutingLatency(signature, measurements)
     if signature.kind == "batch":
         return BatchLatency(signature.name, measurements)
     return ConstantLatency(measurements)
@@ -141,6 +182,10 @@ def total(parts: Iterable[Estimate]) -> Estimate:
     *times, spreads = zip(*(part.statistics for part in parts), strict=True)
     values = Statistics._make([*map(math.fsum, times), math.hypot(*spreads)])
     return Estimate(values, any(part.extrapolated for part in parts))
+
+
+def _points(measurements: Sequence[Measurement]) -> tuple[WorkloadPoint, ...]:
+    return tuple(measurement.point for measurement in measurements)
 
 
 def _number(value: int | None) -> float:

@@ -47,6 +47,7 @@ class LatencyModel:
     occurrences: tuple[Occurrence, ...]
     step_cost: StepCost | None
     signatures: Mapping[str, SignatureLatency] = field(repr=False)  # by hash
+    measured_at: str | None = None  # of the last measurement: UTC, ISO 8601
 
     @classmethod
     def load(
@@ -78,6 +79,7 @@ class LatencyModel:
             occurrences,
             database.step_cost(configuration_id, environment_id),
             signatures,
+            database.measured_at(configuration_id, environment_id),
         )
 
     def occurrence(self, occurrence: Occurrence, batch: Batch) -> Latency:

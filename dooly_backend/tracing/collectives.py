@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dooly_backend.tracing.labels import NONE, Dim, Label, Shape
 from dooly_backend.tracing.call import Call, rule
+from dooly_backend.tracing.labels import NONE, Dim, Label, Shape
 
 
 @rule("dooly::all_gather", "dooly::gather", "dooly::reduce_scatter")

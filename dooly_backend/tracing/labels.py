@@ -141,23 +141,27 @@ def split(dim: Dim, sizes: Sequence[int], given: Sequence[Dim] | None = None) ->
             parts[index] = Dim(size)
         elif hint and hint.label.name != "mix" and hint.label.bases & dim.label.bases:
             parts[index] = hint
-    # What the caller has named is no candidate for the parts that it has not.
+    # What is named already is no candidate for the other parts, while others are left.
     unnamed = _without(dim.label, parts.values())
-    for index, size in enumerate(sizes):
-        if index not in parts and (
-            found := _factor(size, unnamed) or _factor(size, dim.label)
-        ):
+    for index in _missing(parts, sizes):
+        if found := _factor(sizes[index], unnamed):
             parts[index] = found
     rest = _without(dim.label, parts.values())
-    missing = [index for index in range(len(sizes)) if index not in parts]
-    if rest.name == "mix" and len(missing) > 1:
+    missing = _missing(parts, sizes)
+    if len(missing) > 1 or not rest:
         for index in missing:
-            divisible = {s.base for s in rest.sources if s.value % sizes[index] == 0}
-            if len(divisible) == 1:
-                parts[index] = Dim(sizes[index], _of_base(rest, divisible.pop()))
-    for index in missing:
-        parts.setdefault(index, Dim(sizes[index], rest or dim.label))
+            if found := _factor(sizes[index], dim.label):
+                parts[index] = found
+    for index in _missing(parts, sizes):
+        divisible = {s.base for s in rest.sources if s.value % sizes[index] == 0}
+        sole = len(divisible) == 1 and rest.name == "mix" and len(missing) > 1
+        label = _of_base(rest, divisible.pop()) if sole else rest or dim.label
+        parts[index] = Dim(sizes[index], label)
     return tuple(parts[index] for index in range(len(sizes)))
+
+
+def _missing(parts: Mapping[int, Dim], sizes: Sequence[int]) -> list[int]:
+    return [index for index in range(len(sizes)) if index not in parts]
 
 
 def _without(label: Label, known: Iterable[Dim]) -> Label:

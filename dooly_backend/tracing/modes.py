@@ -190,7 +190,7 @@ class DispatchTracer(TorchDispatchMode):
         if body is not None and name.startswith("vllm::"):
             result = self._enter(index, call, body, args, kwargs)
         else:
-            result = func(*args, **kwargs)
+            result = acceptable(func(*args, **kwargs))
         with torch._C.DisableTorchFunction():
             outputs = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
             if self._label and outputs:
@@ -294,6 +294,17 @@ class DispatchTracer(TorchDispatchMode):
             for t in tree_leaves(tree)
             if isinstance(t, torch.Tensor)
         )
+
+
+def acceptable(result: Any) -> Any:
+    """What the dispatcher takes back from a mode: no None in a list of tensors.
+
+    FlashAttention 3 leaves tensors of its list undefined; Python sees None,
+    which the dispatcher does not take for a tensor. Nobody reads them.
+    """
+    if isinstance(result, list) and any(item is None for item in result):
+        return [torch.empty(0) if item is None else item for item in result]
+    return result
 
 
 def _relabelled(call: Call, value: int) -> int:

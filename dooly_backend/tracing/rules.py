@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from dooly_backend.tracing import rules_compute, rules_parts
+from dooly_backend.tracing import collectives, rules_compute, rules_parts
 from dooly_backend.tracing.call import (
     MAPPING,
     Call,
@@ -234,6 +234,7 @@ __all__ = [
     "Label",
     "Rule",
     "TensorShape",
+    "collectives",
     "is_shape",
     "preserve",
     "rule",

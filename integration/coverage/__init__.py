@@ -1,0 +1,1 @@
+"""How completely models are traced: the coverage table, collisions, and the ablation of Table 4."""

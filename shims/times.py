@@ -1,0 +1,144 @@
+"""Times of a latency model's occurrences, and the points at which they were measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from dooly_backend.database.records import Occurrence
+from dooly_backend.regression.latency import LatencyModel
+from dooly_backend.workload import Batch, PointKind, WorkloadPoint
+
+MEASURED, INTERPOLATED, EXTRAPOLATED = "measured", "interpolated", "extrapolated"
+_SOURCES = (MEASURED, INTERPOLATED, EXTRAPOLATED)  # worse ones later
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A median time in microseconds; `source` is what its worst part rests on."""
+
+    us: float = 0.0
+    source: str = MEASURED
+
+    def __add__(self, other: Cell) -> Cell:
+        return Cell(self.us + other.us, max(self.source, other.source, key=_SOURCES.index))
+
+    def times(self, factor: float) -> Cell:
+        return Cell(self.us * factor, self.source)
+
+    def moved(self, constant: float) -> Cell:
+        """With `constant` microseconds more."""
+        return Cell(self.us + constant, self.source)
+
+
+ZERO = Cell()
+
+
+def total(cells: Iterable[Cell]) -> Cell:
+    return sum(cells, ZERO)
+
+
+class CallTimes:
+    """Times of the occurrences of `model`. Each is asked for once."""
+
+    def __init__(self, model: LatencyModel) -> None:
+        self.model = model
+        self._cells: dict[tuple[str, object], Cell] = {}
+
+    def of(self, occurrence: Occurrence, batch: Batch) -> Cell:
+        """All runs of `occurrence` in one step. Raises InputError where nothing was measured."""
+        key = (occurrence.signature.hash, _point(occurrence.signature.kind, batch))
+        if key not in self._cells:
+            latency = self.model.occurrence(occurrence, batch)
+            source = MEASURED if latency.measured else INTERPOLATED
+            self._cells[key] = Cell(
+                latency.median_us, EXTRAPOLATED if latency.extrapolated else source
+            )
+        return self._cells[key].times(occurrence.count)
+
+    def sum_of(self, occurrences: Iterable[Occurrence], batch: Batch) -> Cell:
+        return total(self.of(occurrence, batch) for occurrence in occurrences)
+
+    def step_us(self, batch: Batch) -> float:
+        """One step of the whole model, its own cost included: `LatencyModel.step_us`, kept."""
+        model = self.model
+        step, layers = model.step_cost, model.configuration.num_layers
+        own = step.time_us(layers, batch.num_reqs) if step else 0.0
+        return self.sum_of(model.occurrences, batch).us + own
+
+
+def _point(kind: PointKind, batch: Batch) -> object:
+    """What of `batch` a time of this kind depends on, quick to hash."""
+    if kind == "tokens":
+        return batch.num_tokens
+    if kind == "requests":
+        return batch.num_reqs
+    return batch.requests if kind == "batch" else None
+
+
+@dataclass(frozen=True)
+class Axes:
+    """Where a model was measured, rising, up to where all of it was.
+
+    `chunks` and `histories` of single prefills, `sizes` and `contexts` of equal
+    decodes; `others` are measured batches of any other kind.
+    """
+
+    tokens: tuple[int, ...]
+    requests: tuple[int, ...]
+    chunks: tuple[int, ...]
+    histories: tuple[int, ...]
+    sizes: tuple[int, ...]
+    contexts: tuple[int, ...]
+    others: tuple[Batch, ...]
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of the longest request that was measured."""
+        prefill = max(self.chunks, default=0) + max(self.histories, default=0)
+        return max(prefill, max(self.contexts, default=0) + 1)
+
+
+def axes_of(models: Iterable[LatencyModel]) -> Axes:
+    """The measured points of all `models` together."""
+    signatures = [
+        [point for point in latency.points if point.kind != "constant"]
+        for model in models
+        for latency in model.signatures.values()
+    ]
+    batches = [[p.batch for p in points if p.batch is not None] for points in signatures]
+    single = [[b for b in each if is_single_prefill(b)] for each in batches]
+    equal = [[b for b in each if are_equal_decodes(b)] for each in batches]
+    others = {
+        batch.key: batch
+        for each in batches
+        for batch in each
+        if not (is_single_prefill(batch) or are_equal_decodes(batch))
+    }
+    return Axes(
+        tokens=_axis([p.num_tokens for p in each if p.kind == "tokens"] for each in signatures),
+        requests=_axis([p.num_reqs for p in each if p.kind == "requests"] for each in signatures),
+        chunks=_axis([b.requests[0].query for b in each] for each in single),
+        histories=_axis([b.requests[0].context for b in each] for each in single),
+        sizes=_axis([b.num_reqs for b in each] for each in equal),
+        contexts=_axis([b.requests[0].context for b in each] for each in equal),
+        others=tuple(others[key] for key in sorted(others)),
+    )
+
+
+def is_single_prefill(batch: Batch) -> bool:
+    return batch.num_reqs == 1 and not batch.decodes
+
+
+def are_equal_decodes(batch: Batch) -> bool:
+    return not batch.prefills and len(set(batch.requests)) == 1
+
+
+def _axis(places: Iterable[list[int | None]]) -> tuple[int, ...]:
+    """All places up to the smallest of the ends."""
+    known = [[place for place in each if place is not None] for each in places]
+    known = [each for each in known if each]
+    if not known:
+        return ()
+    end = min(map(max, known))
+    return tuple(sorted({place for each in known for place in each if place <= end}))
