@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from dooly_backend.database.records import Occurrence
 from dooly_backend.regression.latency import LatencyModel
-from dooly_backend.workload import Batch, PointKind, WorkloadPoint
+from dooly_backend.workload import Batch, PointKind
 
 MEASURED, INTERPOLATED, EXTRAPOLATED = "measured", "interpolated", "extrapolated"
 _SOURCES = (MEASURED, INTERPOLATED, EXTRAPOLATED)  # worse ones later

@@ -33,7 +33,9 @@ def facts(options: RunOptions) -> dict[str, Any]:
         signed = signatures(trace, runnable, engine)
         nodes = [node for root in forest(trace) for node in root.walk()]
         steps: list[int] = []
-        engine.live_steps(Batch.decode(3, 40) + Batch.prefill(20), 3, lambda step: count(step, steps))
+        engine.live_steps(
+            Batch.decode(3, 40) + Batch.prefill(20), 3, lambda step: count(step, steps)
+        )
         return {
             "stage": [engine.stage.start, engine.stage.stop],
             "built": engine.num_layers,

@@ -155,7 +155,7 @@ def test_engine_labels_survive_a_repair() -> None:
 
 
 def test_a_size_that_only_the_held_out_pass_contradicts() -> None:
-    labelled, others, held_out = passes((Affine(0, 1, 0), TOKENS))
+    labelled, others, _ = passes((Affine(0, 1, 0), TOKENS))
     other = Pass(*HELD_OUT, (operation(0, Dim(HELD_OUT[0] + 1)),))
     with pytest.raises(TraceError, match=r"aten::mul\.Tensor in model.*no affine function"):
         check(labelled, others, other)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -52,7 +53,7 @@ def lengths(metadata: Any) -> list[tuple[int, int]]:
     """(query, context) of every request of a step, by the engine's own metadata."""
     starts = metadata.query_start_loc.tolist()
     ends = metadata.seq_lens.tolist()
-    queries = [end - start for start, end in zip(starts, starts[1:], strict=False)]
+    queries = [end - start for start, end in pairwise(starts)]
     return sorted(
         ((q, total - q) for q, total in zip(queries, ends, strict=False) if q), reverse=True
     )
@@ -227,7 +228,7 @@ def test_repeated_calls_give_the_live_outputs(engine: VllmEngine, trace: Trace, 
 def test_a_repeated_call_has_no_context_of_its_own(engine: VllmEngine) -> None:
     with engine.capture(Batch.decode(2, 64), ATTENTION[:1]) as calls:
         engine.call(calls[0])
-        with pytest.raises(AssertionError, match="[Ff]orward context"), engine.running(None):
+        with pytest.raises(AssertionError, match=r"[Ff]orward context"), engine.running(None):
             calls[0]()
 
 
@@ -353,7 +354,7 @@ def test_an_exception_inside_a_step(
             lambda: engine.step(Batch.parse("1x16+0,2x1+30")),
             lambda: engine.live_steps(Batch.parse("1x16+0,2x1+30"), 2, run),
         ):
-            with pytest.raises(RuntimeError, match="^no more memory$"):
+            with pytest.raises(RuntimeError, match=r"^no more memory$"):
                 attempt()
             assert state_of(engine) == before
     # And the engine goes on as if nothing had been.
@@ -371,8 +372,8 @@ def test_hooks_are_gone_after_a_failed_capture(
         raise RuntimeError("no more memory")
 
     module = engine.modules["model.norm"]
-    with monkeypatch.context() as patch, pytest.raises(RuntimeError):
-        patch.setattr(module, "forward", fails)
+    monkeypatch.setattr(module, "forward", fails)
+    with pytest.raises(RuntimeError, match="no more memory"):
         engine.capture(Batch.prefill(16), ["model.norm"]).__enter__()
     assert not module._forward_pre_hooks
     assert not torch_module._global_forward_pre_hooks

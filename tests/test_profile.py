@@ -35,8 +35,8 @@ from dooly_backend.profiling.profiler import (
     profile,
     step_batches,
     subject_of,
-    sweep_points,
 )
+from dooly_backend.profiling.sweep import sweep_points
 from dooly_backend.profiling.timer import Sample
 from dooly_backend.regression.latency import LatencyModel
 from dooly_backend.workload import Batch, WorkloadPoint
@@ -386,6 +386,11 @@ class Script:
 
     @contextmanager
     def running(self, context: Any) -> Iterator[None]:
+        yield
+
+    @contextmanager
+    def routed(self, experts: Any) -> Iterator[None]:
+        assert experts is None
         yield
 
     def call(self, called: CapturedCall) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -175,6 +175,7 @@ class Refusing:
     """An engine whose calls fail by place, context and size; all else runs."""
 
     environment = SimpleNamespace(device_kind="cpu")
+    moe: Mapping[str, Any] = {}
 
     def __init__(self, *refused: tuple[Any, ...]) -> None:
         self.refused = set(refused)

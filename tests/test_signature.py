@@ -129,7 +129,8 @@ def test_nothing_of_the_request_or_the_machine(signed: Signed, trace: Trace) -> 
         if isinstance(value, list):
             return {number for item in value for number in numbers(item)}
         if isinstance(value, str):
-            return {int(part) for part in re.findall(r"\d+", value)}
+            is_size = re.fullmatch(r"[TRE\d*+^-]+", value)
+            return {int(part) for part in re.findall(r"\d+", value)} if is_size else set()
         return {value} if isinstance(value, int) and not isinstance(value, bool) else set()
 
     for signature in signed.values():
@@ -180,6 +181,7 @@ class FakeEngine:
     def __init__(self, **modules: Any) -> None:
         self.modules = {path.replace("_", "."): module for path, module in modules.items()}
         self.stateful: frozenset[str] = frozenset()
+        self.moe: dict[str, Any] = {}
         self.kernels = {"capability": "9.0"}
 
     def module(self, path: str) -> Any:
@@ -269,6 +271,8 @@ def test_kernels_make_another_call() -> None:
         (Dim(118, TOKENS | REQUESTS), Affine(0, 1, 1), "T+R"),
         (Dim(683, TOKENS | MODEL), Affine(576, 1, 0), "T+576"),
         (Dim(2048, Label.of(ENGINE, 2048)), constant(2048), "E"),
+        (Dim(112, TOKENS), Affine(0, 1, 0, 8), "T^8"),
+        (Dim(144, REQUESTS | MODEL), Affine(0, 0, 9, 16), "9*R^16"),
         # Workspaces grow with the engine's threads: their size is nobody's.
         (Dim(4728, REQUESTS), Affine(4288, 0, 40), "40*R+E"),
         (Dim(4768, REQUESTS), Affine(4328, 0, 40), "40*R+E"),

@@ -46,7 +46,10 @@ STEP_COST = StepCost(step_us=900.0, layer_us=25.0, request_us=40.0)
 
 @dataclass(frozen=True)
 class Operation:
-    """One occurrence: `fixed` microseconds per call and `each` per token or request."""
+    """One occurrence: `fixed` microseconds per call and `each` per token or request.
+
+    `divided` over the ranks of tensor parallelism, unlike what every rank does in full.
+    """
 
     path: str
     name: str
@@ -54,6 +57,7 @@ class Operation:
     fixed: float
     each: float = 0.0
     per_layer: bool = True
+    divided: bool = True
 
     def time_us(self, batch: Batch) -> float:
         if self.kind == "batch":
@@ -113,26 +117,31 @@ def configuration(tensor_parallel: int = 1) -> Configuration:
 
 
 def fixture_model(
-    path: Path, operations: tuple[Operation, ...] = OPERATIONS, tensor_parallel: int = 1
+    path: Path,
+    operations: tuple[Operation, ...] = OPERATIONS,
+    tensor_parallel: int = 1,
+    config: Configuration | None = None,
 ) -> LatencyModel:
     """A latency model of `operations`, through a real database at `path`."""
-    config = configuration(tensor_parallel)
-    occurrences = [_occurrence(i, op, tensor_parallel) for i, op in enumerate(operations)]
+    config = config or configuration(tensor_parallel)
+    tensor_parallel = config.tensor_parallel
+    occurrences = [
+        _occurrence(position, operation, config) for position, operation in enumerate(operations)
+    ]
     with Database.open(path, create=True) as database:
         environment_id = database.add_environment(ENVIRONMENT)
         configuration_id = database.add_configuration(config, occurrences)
         for operation, occurrence in zip(operations, occurrences, strict=True):
+            ranks = tensor_parallel if operation.divided else 1
             for point, batch in _points(operation.kind):
                 database.record(
                     occurrence.signature,
                     environment_id,
-                    Measurement(point, _samples(operation.time_us(batch) / tensor_parallel)),
+                    Measurement(point, _samples(operation.time_us(batch) / ranks)),
                     configuration_id,
                 )
         database.set_step_cost(configuration_id, environment_id, STEP_COST)
-        return LatencyModel.load(
-            database, "fixture/SmolLM-135M", tensor_parallel=config.tensor_parallel
-        )
+        return LatencyModel.load(database, config.model, tensor_parallel=config.tensor_parallel)
 
 
 def with_experts(operations: tuple[Operation, ...] = OPERATIONS) -> tuple[Operation, ...]:
@@ -151,8 +160,9 @@ def with_all_reduce(operations: tuple[Operation, ...] = OPERATIONS) -> tuple[Ope
     return (*operations, collective, replace(collective, path=f"{_LAYER}.mlp.down_proj"))
 
 
-def _occurrence(position: int, operation: Operation, tensor_parallel: int) -> Occurrence:
-    canonical = f"fixture {position} {operation} tp{tensor_parallel}"
+def _occurrence(position: int, operation: Operation, config: Configuration) -> Occurrence:
+    ranks = config.tensor_parallel if operation.divided else 1
+    canonical = f"fixture {position} {operation} tp{ranks}"
     is_module = "::" not in operation.name
     return Occurrence(
         position=position,
@@ -161,8 +171,8 @@ def _occurrence(position: int, operation: Operation, tensor_parallel: int) -> Oc
         signature=Signature(
             operation.name, "module" if is_module else "operation", operation.kind, canonical
         ),
-        count=LAYERS if operation.per_layer else 1,
-        layers=tuple(range(LAYERS)) if operation.per_layer else (),
+        count=config.num_layers if operation.per_layer else 1,
+        layers=tuple(range(config.num_layers)) if operation.per_layer else (),
     )
 
 

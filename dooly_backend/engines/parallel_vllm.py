@@ -44,17 +44,14 @@ def stage_layers(kinds: Sequence[str], rank: Rank) -> range:
     """
     _check(kinds, rank)
     try:
-        stage = range(*get_pp_indices(len(kinds), rank.stage, rank.pipeline))
+        return range(*get_pp_indices(len(kinds), rank.stage, rank.pipeline))
     except ValueError as error:  # the user's own VLLM_PP_LAYER_PARTITION
         raise EngineError(f"vLLM cannot divide {len(kinds)} layers: {error}") from error
-    if not stage:
-        raise EngineError(
-            f"stage {rank.stage} of {rank.pipeline} has no layers: the model has {len(kinds)}"
-        )
-    return stage
 
 
 def _check(kinds: Sequence[str], rank: Rank) -> None:
+    if rank.pipeline > len(kinds):
+        raise EngineError(f"{len(kinds)} layers cannot be divided into {rank.pipeline} stages")
     if rank.expert > 1 and not any(kind.endswith("/moe") for kind in kinds):
         raise EngineError("the model has no experts to divide: leave out --ep")
     if rank.data > 1 and rank.tensor > 1:

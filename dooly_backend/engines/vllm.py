@@ -39,7 +39,8 @@ _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
-_KV_CACHE_BYTES = 1 << 30
+# Room for one request of 128k tokens in two layers of a 70B-class model, and vLLM's null block.
+_KV_CACHE_BYTES = 9 << 27
 
 #: Python bodies of the custom operations that vLLM registers, by "namespace::name".
 _BODIES: dict[str, Callable[..., Any]] = {}
@@ -253,9 +254,9 @@ class VllmEngine(Engine):
 
     def caches(self) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
         for path, group in self._attention.items():
-            cache = getattr(self.module(path), "kv_cache", None)
+            cache: Any = getattr(self.module(path), "kv_cache", None)
             for tensor in cache if isinstance(cache, (list, tuple)) else [cache]:
-                if hasattr(tensor, "shape") and tensor.dim():
+                if hasattr(tensor, "shape") and len(tensor.shape):
                     yield f"{path}.kv_cache", tensor, self._cache_dimensions(group, tensor)
 
     def _cache_dimensions(self, group: Any, cache: Any) -> tuple[str, ...]:

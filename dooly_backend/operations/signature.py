@@ -11,8 +11,9 @@ The canonical serialisation is JSON (sorted keys, no spaces) of
 A tensor is ``[dtype, layout, [dims]]``. A dimension is its value where the
 model or the code decides it, an affine text such as "T" or "9*T+1" where the
 request does, and "E" where the size of an engine buffer does (also as the
-constant of such a text: "40*R+E"). The signature is
-the SHA-256 of that text, so anyone can recompute it from the database.
+constant of such a text: "40*R+E"); "T^8" is T rounded up to a multiple of 8.
+The signature is the SHA-256 of that text, so anyone can recompute it from the
+database.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _IDENTITY = frozenset(
         "training",
         "call_super_init",
         "tp_rank",
-    }  # fmt: skip
+    }
 )
 _Attribute = int | float | bool | str | None
 
@@ -149,8 +150,9 @@ def _dim(dim: Dim, formula: Affine | None) -> Any:
         return "E" if ENGINE in dim.label.bases else dim.size
     if ENGINE in dim.label.bases:
         return "E"
+    up = f"^{formula.quantum}" if formula.quantum > 1 else ""
     parts = [
-        name if factor == 1 else f"{factor}*{name}"
+        f"{name}{up}" if factor == 1 else f"{factor}*{name}{up}"
         for factor, name in ((formula.tokens, "T"), (formula.requests, "R"))
         if factor
     ]

@@ -128,9 +128,9 @@ def split(dim: Dim, sizes: Sequence[int], given: Sequence[Dim] | None = None) ->
 
     A mix is taken apart by consulting H: a part that the caller labelled with
     one of its bases (`given`) is what the caller says; a part that equals a
-    factor, or the product of factors of one base, comes from that base; a part
-    that divides the factors of one base only comes from that base; whatever
-    remains carries the rest of the mix.
+    factor, or the product of factors (of one base rather than of several), comes
+    from those; a part that divides the factors of one base only comes from that
+    base; whatever remains carries the rest of the mix.
     """
     if dim.label.name != "mix":
         return tuple(Dim(size, dim.label if size > 1 else NONE) for size in sizes)
@@ -144,7 +144,7 @@ def split(dim: Dim, sizes: Sequence[int], given: Sequence[Dim] | None = None) ->
     # What is named already is no candidate for the other parts, while others are left.
     unnamed = _without(dim.label, parts.values())
     for index in _missing(parts, sizes):
-        if found := _factor(sizes[index], unnamed):
+        if found := _factor(sizes[index], unnamed) or _product(sizes[index], unnamed):
             parts[index] = found
     rest = _without(dim.label, parts.values())
     missing = _missing(parts, sizes)
@@ -187,6 +187,15 @@ def _factor(size: int, label: Label) -> Dim | None:
             for factors in combinations(sorted(values), count):
                 if math.prod(factors) == size:
                     return Dim(size, Label(frozenset(Source(base, f) for f in factors)))
+    return None
+
+
+def _product(size: int, label: Label) -> Dim | None:
+    """The part of `label` that is the product of two or three factors of any bases."""
+    for count in (2, 3):
+        for factors in combinations(sorted(label.sources), count):
+            if math.prod(factor.value for factor in factors) == size:
+                return Dim(size, Label(frozenset(factors)))
     return None
 
 
@@ -262,7 +271,7 @@ def conflicts(sources: Iterable[Source]) -> dict[int, set[str]]:
     return {
         value: bases
         for value, bases in _bases_by_value(sources).items()
-        if len(bases) > 1 and bases & REQUEST_BASES
+        if bases & REQUEST_BASES and bases - REQUEST_BASES
     }
 
 

@@ -24,6 +24,7 @@ _STYLES = {
     "none": "dim",
 }
 _LETTERS = {"num_toks": "T", "num_reqs": "R", "engine": "E"}
+_HEADINGS = {"model_config": "sizes of the model", "engine": "sizes of the engine's buffers (E)"}
 _LAYER = re.compile(r"\.\d+(?=\.|$)")
 
 
@@ -58,10 +59,25 @@ def render(trace: Trace) -> RenderableType:
             "in a pass held out",
         )
     )
+    for base, heading in _HEADINGS.items():
+        if trace.origins.get(base):
+            branch = tree.add(Text(heading, style="dim"))
+            for value, paths in sorted(trace.origins[base].items()):
+                branch.add(Text.assemble((str(value), _STYLES[base]), f" {_shortest(paths)}"))
     preparation = sum(1 for op in trace.operations if op.path == STEP)
     tree.add(Text(f"outside modules: {preparation} operations", style="dim"))
     _add(tree, calls(trace))
     return tree
+
+
+def _shortest(paths: Sequence[str]) -> str:
+    """A path that tells most: of the configuration where one has the value, else the shortest.
+
+    A number of layers that happens to be equal explains nothing.
+    """
+    return min(
+        paths, key=lambda path: ("layers" in path[-8:], not path.startswith("config."), len(path))
+    )
 
 
 def calls(trace: Trace) -> tuple[Call, ...]:

@@ -27,7 +27,8 @@ from dooly_backend.tracing.labels import LITERAL, Dim, Label, Shape, view
 
 @rule("aten::empty", "aten::zeros", "aten::ones", "aten::full", "aten::rand", "aten::randn",
       "aten::randint", "aten::empty_strided", "aten::new_empty", "aten::new_zeros",
-      "aten::new_ones", "aten::new_full", "aten::new_empty_strided", "aten::empty_permuted")  # fmt: skip
+      "aten::new_ones", "aten::new_full", "aten::new_empty_strided",
+      "aten::empty_permuted")  # fmt: skip
 def create(call: Call) -> list[Shape]:
     """New tensors: the caller's integers, in order."""
     return [_created(call, sizes) for sizes in call.outputs]

@@ -69,8 +69,8 @@ def einsum(call: Call) -> list[Shape]:
 def attention(call: Call) -> list[Shape]:
     """Queries by the head size of the values; further outputs are matched by shape."""
     query, value = call.args[0], call.args[2]
-    first, *others = call.outputs
-    return [(*query[:-1], value[-1]), *(matched(call, sizes, call.shapes) for sizes in others)]
+    others = [matched(call, sizes, call.shapes) for sizes in call.outputs[1:]]
+    return [(*query[:-1], value[-1]), *others]
 
 
 # -- reductions ----------------------------------------------------------------------------

@@ -186,7 +186,9 @@ def index(call: Call) -> list[Shape]:
     given = [indices[i] for i in used]
     if not given or any(len(s) != len(given[0]) for s in given):
         return preserve(call)
-    common = tuple(max(dims, key=lambda d: (d.size, bool(d.label))) for dims in zip(*given, strict=True))
+    common = tuple(
+        max(dims, key=lambda d: (d.size, bool(d.label))) for dims in zip(*given, strict=True)
+    )
     adjacent = used == list(range(used[0], used[0] + len(used)))
     kept = [d for i, d in enumerate(shape) if i not in used]
     front = used[0] if adjacent else 0

@@ -38,8 +38,9 @@ def main() -> int:
     lines = [
         "# Ablation of the dimension rules (paper, Table 4)",
         "",
-        f"{case.name}, operations of one pass with a size above 1 that no rule labelled, before any",
-        "repair; in brackets those inside modules. The paper names neither its model nor what it counts.",
+        f"{case.name}: operations of one pass with a size above 1 that no rule labelled, before",
+        "any repair; in brackets those inside modules. The paper names neither its model nor what",
+        "it counts as an operation.",
         "",
         "| rules | operations without a label | paper |",
         "| --- | --- | --- |",

@@ -68,7 +68,8 @@ def run(case: Case, timeout: float) -> dict[str, Any]:
 
 def summary(row: dict[str, Any]) -> str:
     return (
-        f"{row['operations']} operations, {row['dimensions']} sizes, accuracy {row['accuracy']:.2%}, "
+        f"{row['operations']} operations, {row['dimensions']} sizes, "
+        f"accuracy {row['accuracy']:.2%}, "
         f"{row['repaired']} repaired, {sum(row['unlabelled'].values())} unlabelled, "
         f"{row['seconds']} s"
     )

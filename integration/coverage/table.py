@@ -13,7 +13,8 @@ COLUMNS = (
 _HEAD = (
     "configuration", "shows", "layers", "ops", "sizes", "model_config", "num_toks", "num_reqs",
     "mix", "engine", "literal", "unlabelled", "accuracy before repair", "repaired",
-    "follow R", "predicted", "outside modules", "collision retraced, same labels", "s", "traced/plain",
+    "follow R", "predicted", "outside modules", "collision retraced, same labels", "s",
+    "traced/plain",
 )  # fmt: skip
 
 NOTES = """\
@@ -22,9 +23,9 @@ layers as show every kind. *sizes* counts dimensions and integer arguments insid
 columns those above 1. *accuracy before repair* is the share of sizes whose label, as the rules gave
 it, says exactly what the differential check found; *repaired* were corrected by it. *follow R*: of
 all sizes, those whose label says num_reqs exactly if they change when only the batch size does.
-*predicted*: sizes of the held-out pass that the formulas gave. *outside modules*: the same check for
-input preparation, agreeing of compared. *collision*: traced again with a length equal to the hidden
-size and a batch equal to the KV heads; the collision was seen and the labels are the same. *s*: from
+*predicted*: sizes of the held-out pass that the formulas gave. *outside modules*: the same check
+for input preparation, agreeing of compared. *collision*: traced again with a length equal to the
+hidden size and a batch equal to the KV heads; it was seen and the labels are the same. *s*: from
 the start of the process to the checked trace, two threads on a shared host.
 """
 

@@ -16,6 +16,8 @@ from .options import LLMServingSimOptions
 _TOKENS, _SEQUENCES, _LENGTH = 2048, 256, 2048
 #: First steps of the attention axes of the simulator's own profiler.
 FIRST_CHUNK, FIRST_SIZE, FIRST_LENGTH = 16, 1, 16
+#: The shortest prefill: one new token is a decode, in the simulator and here.
+SHORTEST_CHUNK = 2
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ def choose_grids(axes: Axes, options: LLMServingSimOptions) -> Grids:
     sizes = _capped(axes.sizes, options.max_seqs, sequences[-1])
     contexts = _capped(axes.contexts, options.max_kv, _LENGTH)
     measured = AttentionGrid(
-        _union(chunks, [1]),
+        _union(chunks, [SHORTEST_CHUNK]),
         _union(histories, [0]),
         _union(sizes, [1]),
         contexts,

@@ -58,7 +58,7 @@ def build_manifest(
             "variant": place.variant,
             "perf": place.perf,
             "sequence": architecture.sequence,
-            "trace_rows": trace_rows(costs),
+            "trace_rows": {str(each.degree): trace_rows(each) for each in all_costs},
         },
         "clusters": {str(each.degree): place.cluster(each.degree) for each in all_costs},
         "command": (

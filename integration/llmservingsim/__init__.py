@@ -1,0 +1,1 @@
+"""LLMServingSim's own code on an export of ours."""
