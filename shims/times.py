@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from dooly_backend.database.records import Occurrence
+from dooly_backend.regression.baseline import RoutingLatency
 from dooly_backend.regression.latency import LatencyModel
 from dooly_backend.workload import Batch, PointKind
 
@@ -50,11 +51,20 @@ class CallTimes:
         key = (occurrence.signature.hash, _point(occurrence.signature.kind, batch))
         if key not in self._cells:
             latency = self.model.occurrence(occurrence, batch)
-            source = MEASURED if latency.measured else INTERPOLATED
-            self._cells[key] = Cell(
-                latency.median_us, EXTRAPOLATED if latency.extrapolated else source
-            )
+            self._cells[key] = _cell(latency.median_us, latency.measured, latency.extrapolated)
         return self._cells[key].times(occurrence.count)
+
+    def routed(self, occurrence: Occurrence, tokens: int, experts: int) -> Cell:
+        """The same in a step of `tokens` where `experts` distinct ones fire.
+
+        What does not depend on the routing takes what it does for as many tokens.
+        """
+        latency = self.model.signatures[occurrence.signature.hash]
+        if not isinstance(latency, RoutingLatency):
+            return self.of(occurrence, Batch.prefill(tokens))
+        estimate, measured = latency.at_routing(tokens, experts)
+        cell = _cell(estimate.statistics.median_us, measured, estimate.extrapolated)
+        return cell.times(occurrence.count)
 
     def sum_of(self, occurrences: Iterable[Occurrence], batch: Batch) -> Cell:
         return total(self.of(occurrence, batch) for occurrence in occurrences)
@@ -67,9 +77,13 @@ class CallTimes:
         return self.sum_of(model.occurrences, batch).us + own
 
 
+def _cell(us: float, measured: bool, extrapolated: bool) -> Cell:
+    return Cell(us, EXTRAPOLATED if extrapolated else MEASURED if measured else INTERPOLATED)
+
+
 def _point(kind: PointKind, batch: Batch) -> object:
     """What of `batch` a time of this kind depends on, quick to hash."""
-    if kind == "tokens":
+    if kind in ("tokens", "routing"):
         return batch.num_tokens
     if kind == "requests":
         return batch.num_reqs
@@ -81,7 +95,7 @@ class Axes:
     """Where a model was measured, rising, up to where all of it was.
 
     `chunks` and `histories` of single prefills, `sizes` and `contexts` of equal
-    decodes; `others` are measured batches of any other kind.
+    decodes; `others` are measured batches of any other kind; `experts` that fired.
     """
 
     tokens: tuple[int, ...]
@@ -91,6 +105,7 @@ class Axes:
     sizes: tuple[int, ...]
     contexts: tuple[int, ...]
     others: tuple[Batch, ...]
+    experts: tuple[int, ...]
 
     @property
     def max_length(self) -> int:
@@ -116,13 +131,16 @@ def axes_of(models: Iterable[LatencyModel]) -> Axes:
         if not (is_single_prefill(batch) or are_equal_decodes(batch))
     }
     return Axes(
-        tokens=_axis([p.num_tokens for p in each if p.kind == "tokens"] for each in signatures),
+        tokens=_axis(
+            [p.num_tokens for p in each if p.kind in ("tokens", "routing")] for each in signatures
+        ),
         requests=_axis([p.num_reqs for p in each if p.kind == "requests"] for each in signatures),
         chunks=_axis([b.requests[0].query for b in each] for each in single),
         histories=_axis([b.requests[0].context for b in each] for each in single),
         sizes=_axis([b.num_reqs for b in each] for each in equal),
         contexts=_axis([b.requests[0].context for b in each] for each in equal),
         others=tuple(others[key] for key in sorted(others)),
+        experts=_axis([p.num_experts for p in each] for each in signatures),
     )
 
 

@@ -116,7 +116,9 @@ def test_help_shows_the_options_of_every_format(run: Run) -> None:
 def test_formats(run: Run) -> None:
     result = run("--formats")
     assert result.returncode == 0
-    assert result.stdout.startswith("vidur  ")
+    names = [line.split("  ")[0] for line in result.stdout.splitlines()]
+    assert names == sorted(names)
+    assert "vidur" in names
 
 
 def test_a_broken_exporter_does_not_hide_the_others(

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dooly_backend.errors import TraceError
-from dooly_backend.tracing.differential import Pass, agrees, check, solve
+from dooly_backend.tracing.differential import Pass, _formula, agrees, check, solve
 from dooly_backend.tracing.labels import (
     ENGINE,
     LITERAL,
@@ -197,3 +197,11 @@ def test_input_preparation_may_differ() -> None:
     assert result.dimensions == 1
     assert set(formulas) == {0}
     assert operations[1] == extra
+
+
+def test_padded_requests_are_found_where_the_tokens_round_up_alike():
+    # FlashAttention 3's scheduler metadata on a GPU: two numbers for each request,
+    # requests rounded up to fours, and one more.
+    passes = [Pass(t, r, ()) for t, r in ((59, 7), (59, 11), (60, 7), (64, 10))]
+    assert _formula(passes, (17, 25, 17, 25)) == Affine(1, 0, 2, 4)
+    assert _formula(passes, (17, 25, 17, 27)) is None

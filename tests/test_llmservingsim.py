@@ -57,8 +57,8 @@ def rules_of(costs: LayerCosts, tables: dict[int, DegreeTables]) -> LLMServingSi
     return LLMServingSimRules(tables, costs.architecture, costs.layers, costs.degree)
 
 
-def changed(model: LatencyModel, **values: Any) -> LatencyModel:
-    return replace(model, configuration=replace(model.configuration, **values))
+def changed(latency: LatencyModel, **values: Any) -> LatencyModel:
+    return replace(latency, configuration=replace(latency.configuration, **values))
 
 
 def with_config(model: LatencyModel, **values: Any) -> LatencyModel:
@@ -137,6 +137,24 @@ def test_measured_mixed_batches_win(tmp_path: Path) -> None:
     [costs], tables = tables_of([model])
     assert (128, 0, 8, 256, 5e4) in tables[1].attention
     assert rules_of(costs, tables).step_us(batch) == pytest.approx(model.step_us(batch), rel=1e-4)
+
+
+@pytest.mark.parametrize("name", [fixture.MIXTRAL, fixture.QWEN3_MOE])
+def test_experts_that_were_measured_by_their_routing(tmp_path: Path, name: str) -> None:
+    models = fixture.latency_models(tmp_path, name, by_routing=True)
+    all_costs, tables = tables_of(models)
+    rules = rules_of(all_costs[0], tables)
+    for batch in random_batches(50, max_tokens=512, max_seqs=16, max_length=1024):
+        assert rules.step_us(batch) == pytest.approx(all_costs[0].step_us(batch), rel=0.01)
+    # At many tokens all experts fire, whoever routes: the latency model's own step.
+    batch = Batch.prefill(500)
+    assert rules.step_us(batch) == pytest.approx(models[0].step_us(batch), rel=0.01)
+    active = {row[1] for row in tables[1].moe}
+    experts, top_k = all_costs[0].architecture.experts, all_costs[0].architecture.experts_per_token
+    assert (min(active), max(active)) == (top_k, experts)
+    manifest = export(models, tmp_path / "out")
+    assert abs(manifest["conservation"]["1"]["mixed"]["worst_percent"]) < 1
+    assert any("random draws" in note for note in manifest["approximations"])
 
 
 # -- tables -------------------------------------------------------------------

@@ -19,6 +19,8 @@ from integration.llmservingsim import run
 from shims.common import random_batches
 from shims.llmservingsim.architecture import architecture_of
 from shims.llmservingsim.costs import LayerCosts
+from shims.llmservingsim.mapping import TP_STABLE
+from shims.llmservingsim.tables import carrier
 
 CHECKOUT = os.environ.get(run.CHECKOUT_VARIABLE)
 if not CHECKOUT:
@@ -86,18 +88,33 @@ def test_its_own_code_reads_what_the_database_says(
 def questions(costs: LayerCosts, first: LayerCosts) -> tuple[list[run.Lookup], list[float]]:
     """Look-ups of every layer, and the database's microseconds for them."""
     asked: list[tuple[run.Lookup, float]] = []
+    carried = "qk_norm" in costs.architecture.layers and costs.degree > 1
     for layer in costs.architecture.dense_layers:
-        asked += [(("dense", [layer, n]), costs.dense(layer, n).us) for n in TOKENS]
+        if carried and layer == carrier(costs.architecture):
+            continue  # holds what the divided QK-norm, read from tp1, costs less here
+        read = first if layer in TP_STABLE else costs
+        asked += [(("dense", [layer, n]), read.dense(layer, n).us) for n in TOKENS]
     for n in SEQUENCES:
         asked.append((("per_sequence", ["lm_head", n]), costs.lm_head(n).us))
         asked.append((("per_sequence", ["sampler", n]), costs.sampler(n).us))
     asked += [(("attention", list(place)), costs.attention(*place).us) for place in ATTENTION]
     if costs.architecture.experts:  # of the smallest degree, whatever the degree
         experts, each = costs.architecture.experts, costs.architecture.experts_per_token
-        asked += [
-            (("moe", [n, min(experts, n * each)]), first.dense("moe", n).us) for n in TOKENS
-        ]
+        asked += [(("moe", [n, min(experts, n * each)]), first.dense("moe", n).us) for n in TOKENS]
     return [lookup for lookup, _ in asked], [us for _, us in asked]
+
+
+def test_its_own_code_reads_experts_by_their_routing(tmp_path: Path) -> None:
+    models = fixture.latency_models(tmp_path, fixture.QWEN3_MOE, by_routing=True)
+    get_exporter("llmservingsim").export(models, tmp_path / "out", {})
+    costs = LayerCosts(models[0], architecture_of(models[0].configuration, models[0].occurrences))
+    places = [(n, a) for n in TOKENS for a in (8, 20, 64, 100, 128) if a <= 8 * n]
+    for degree in (1, 2):
+        answers = run.ask(
+            tmp_path / "out", Path(CHECKOUT or ""), degree, [("moe", list(p)) for p in places]
+        )
+        for place, ns in zip(places, answers.lookups, strict=True):
+            assert ns / 1e3 == pytest.approx(costs.sparse(*place).us, rel=0.01), place
 
 
 def test_twice_the_times_is_twice_the_step(

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
+
+import torch
 
 from dooly_backend.engines.paths import ModuleStack
 from dooly_backend.errors import TraceError
@@ -261,7 +263,7 @@ def test_scalars_of_the_code_are_literals(run: Run) -> None:
 
 
 def test_scalars_of_the_model_are_not(run: Run) -> None:
-    """The same value, once from an attribute of a module: told apart by the object, not by value."""
+    """The same value, once from an attribute of a module: the object tells, not the value."""
     run(lambda x: (x.topk(LabelledInt(2, SIZES["N"]))[0], x.topk(2)[0]), "TH")
     first, second = (op for op in run.operations if op.name.startswith("aten::topk"))
     assert first.scalars[0].label.name == "model_config"

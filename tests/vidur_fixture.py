@@ -7,6 +7,7 @@ let tests know every time exactly.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -49,6 +50,7 @@ class Operation:
     """One occurrence: `fixed` microseconds per call and `each` per token or request.
 
     `divided` over the ranks of tensor parallelism, unlike what every rank does in full.
+    `experts` and `top_k` of a mixture-of-experts layer: `each_expert` that fires costs, too.
     """
 
     path: str
@@ -58,6 +60,9 @@ class Operation:
     each: float = 0.0
     per_layer: bool = True
     divided: bool = True
+    experts: int = 0
+    top_k: int = 0
+    each_expert: float = 0.0
 
     def time_us(self, batch: Batch) -> float:
         if self.kind == "batch":
@@ -66,8 +71,12 @@ class Operation:
             )
             decode = sum(6 + 0.05 * r.context for r in batch.decodes)
             return self.fixed + prefill + decode
-        amount = {"tokens": batch.num_tokens, "requests": batch.num_reqs}.get(self.kind, 0)
+        amount = {"requests": batch.num_reqs, "constant": 0}.get(self.kind, batch.num_tokens)
         return self.fixed + self.each * amount
+
+    def routed_us(self, tokens: int, fired: int) -> float:
+        """Of a mixture-of-experts layer; the more experts share the tokens, the better."""
+        return self.fixed + self.each_expert * fired + self.each * tokens * (1 + 1 / fired)
 
 
 _LAYER = "model.layers.*"
@@ -133,11 +142,11 @@ def fixture_model(
         configuration_id = database.add_configuration(config, occurrences)
         for operation, occurrence in zip(operations, occurrences, strict=True):
             ranks = tensor_parallel if operation.divided else 1
-            for point, batch in _points(operation.kind):
+            for point, us in _measured(operation):
                 database.record(
                     occurrence.signature,
                     environment_id,
-                    Measurement(point, _samples(operation.time_us(batch) / ranks)),
+                    Measurement(point, _samples(us / ranks)),
                     configuration_id,
                 )
         database.set_step_cost(configuration_id, environment_id, STEP_COST)
@@ -163,6 +172,9 @@ def with_all_reduce(operations: tuple[Operation, ...] = OPERATIONS) -> tuple[Ope
 def _occurrence(position: int, operation: Operation, config: Configuration) -> Occurrence:
     ranks = config.tensor_parallel if operation.divided else 1
     canonical = f"fixture {position} {operation} tp{ranks}"
+    if operation.kind == "routing":
+        routing = {"experts": operation.experts, "top_k": operation.top_k}
+        canonical = json.dumps({"fixture": canonical, "routing": routing})
     is_module = "::" not in operation.name
     return Occurrence(
         position=position,
@@ -174,6 +186,26 @@ def _occurrence(position: int, operation: Operation, config: Configuration) -> O
         count=config.num_layers if operation.per_layer else 1,
         layers=tuple(range(config.num_layers)) if operation.per_layer else (),
     )
+
+
+def _measured(operation: Operation) -> list[tuple[WorkloadPoint, float]]:
+    if operation.kind == "routing":
+        return [
+            (
+                WorkloadPoint("routing", num_tokens=n, num_experts=fired),
+                operation.routed_us(n, fired),
+            )
+            for n in TOKENS
+            for fired in _fired(operation, n)
+        ]
+    return [(point, operation.time_us(batch)) for point, batch in _points(operation.kind)]
+
+
+def _fired(operation: Operation, tokens: int) -> list[int]:
+    """Numbers of experts that a sweep makes fire."""
+    most = min(operation.experts, tokens * operation.top_k)
+    powers = (2**n for n in range(12))
+    return sorted({operation.top_k, most, *(n for n in powers if operation.top_k < n < most)})
 
 
 def _points(kind: PointKind) -> list[tuple[WorkloadPoint, Batch]]:

@@ -78,6 +78,12 @@ class Configuration:
         names = [n for n in self.__dataclass_fields__ if n != "facts"]
         return digest([getattr(self, name) for name in names])
 
+    @property
+    def layers_run(self) -> int:
+        """Layers of one step: all of the model's, or those of the rank's pipeline stage."""
+        first, stop = self.facts.get("stage_layers", (0, self.num_layers))
+        return stop - first
+
 
 @dataclass(frozen=True)
 class Signature:

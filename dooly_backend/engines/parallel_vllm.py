@@ -311,6 +311,8 @@ def executor_for(rank: Rank) -> type[UniProcExecutor]:
             return "env://", rank.rank_in_replica, 0  # the method is not used
 
         def _init_executor(self) -> None:
+            # Or a GPU worker takes the device of its replica's number.
+            self.vllm_config.parallel_config.data_parallel_rank_local = 0
             super()._init_executor()
             group = parallel_state.get_pp_group()
             group.runner = self.driver_worker.worker.model_runner

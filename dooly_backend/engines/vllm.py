@@ -22,6 +22,7 @@ from dooly_backend.config import RunOptions
 from dooly_backend.database.records import Configuration, canonical_json
 from dooly_backend.engines.base import CapturedCall, Engine, MoeLayer, Routing, copied, hooks
 from dooly_backend.engines.environment import environment_of, package_version
+from dooly_backend.engines.kv_cache import kv_cache_bytes
 from dooly_backend.engines.layers import layer_kinds, layers_needed
 from dooly_backend.engines.parallel import Rank
 from dooly_backend.engines.paths import ModuleStack
@@ -39,8 +40,6 @@ _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
-# Room for one request of 128k tokens in two layers of a 70B-class model, and vLLM's null block.
-_KV_CACHE_BYTES = 9 << 27
 
 #: Python bodies of the custom operations that vLLM registers, by "namespace::name".
 _BODIES: dict[str, Callable[..., Any]] = {}
@@ -144,7 +143,9 @@ class VllmEngine(Engine):
             "skip_tokenizer_init": True,
             "enforce_eager": options.execution_mode == "eager",
             "enable_prefix_caching": False,
-            "kv_cache_memory_bytes": _KV_CACHE_BYTES,
+            "kv_cache_memory_bytes": kv_cache_bytes(
+                options.model.hf_config, layers, on_gpu=_on_gpu()
+            ),
             "hf_overrides": _shortened(options.model.hf_config, stage.start + layers),
             "max_num_seqs": options.max_num_seqs,
             "max_num_batched_tokens": options.max_num_batched_tokens,
@@ -262,19 +263,19 @@ class VllmEngine(Engine):
     def _cache_dimensions(self, group: Any, cache: Any) -> tuple[str, ...]:
         """What sizes the dimensions of a KV cache, whatever their order.
 
-        The last one is the model's in every layout. Where the block size equals
-        the number of heads, the earlier of the two passes for the block's.
+        The last one is the model's in every layout, and one of the others is
+        as long as there are KV heads; where the block size equals that, the
+        earlier of the two passes for the block's. Of a pair, keys and values
+        are the code's.
         """
         spec = group.kv_cache_spec
-        blocks = {self._num_blocks(), int(group.kernel_block_size or spec.block_size)}
-        found = []
-        for size in map(int, cache.shape[:-1]):
-            if size in blocks:
-                blocks.discard(size)
-                found.append("engine")
-            else:
-                heads = getattr(spec, "num_kv_heads", None)
-                found.append("literal" if size == 2 and heads != 2 else "model_config")
+        heads = int(getattr(spec, "num_kv_heads", 1))
+        sizes = [int(size) for size in cache.shape[:-1]]
+        found = ["engine"] * len(sizes)
+        if heads in sizes:
+            found[len(sizes) - 1 - sizes[::-1].index(heads)] = "model_config"
+        if 2 in sizes and found[sizes.index(2)] == "engine":
+            found[sizes.index(2)] = "literal"
         return (*found, "model_config")
 
     @property
@@ -488,6 +489,12 @@ class VllmEngine(Engine):
             yield
         finally:
             owner.end_layer = whole
+
+
+def _on_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def _sample_by_module(runner: Any) -> None:

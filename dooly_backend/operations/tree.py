@@ -75,12 +75,13 @@ class Node:
     @cached_property
     def kernels(self) -> tuple[Operation, ...]:
         """Leaf operations directly in this call that run a kernel of this device alone."""
-        bodies = {op.parent for op in self.operations}
-        return tuple(
-            op
-            for op in self.operations
-            if op.index not in bodies and not is_structural(op) and not is_collective(op)
-        )
+        kernels = [
+            op for op in self.operations if not is_structural(op) and not is_collective(op)
+        ]
+        # A custom operation whose body runs nothing visible runs what the
+        # dispatcher does not see: a Triton kernel. It is the leaf itself.
+        entered = {op.parent for op in kernels}
+        return tuple(op for op in kernels if op.index not in entered)
 
     def walk(self) -> Iterator[Node]:
         """This call and all below it, callers first."""

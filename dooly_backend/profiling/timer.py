@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import resource
+import statistics
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -61,7 +62,8 @@ class CudaTimer(Timer):
     """Time between two events around the call, launched behind work that hides the host.
 
     Kernels of a call are launched while the device still sleeps, so that the
-    events see them back to back, as in a step that the device bounds.
+    events see them back to back, as in a step that the device bounds. What the
+    events see when nothing runs between them is taken off every sample.
     """
 
     _FLUSH_BYTES = 192 << 20
@@ -70,6 +72,8 @@ class CudaTimer(Timer):
         self._buffer = torch.ones(self._FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
         self._start = torch.cuda.Event(enable_timing=True)
         self._end = torch.cuda.Event(enable_timing=True)
+        self.empty_us = 0.0
+        self.empty_us = statistics.median(self.time(_nothing).us for _ in range(101))
 
     def flush(self) -> None:
         self._buffer.sum()
@@ -81,7 +85,11 @@ class CudaTimer(Timer):
         call()
         self._end.record()
         self._end.synchronize()
-        return Sample(self._start.elapsed_time(self._end) * 1000)
+        return Sample(max(self._start.elapsed_time(self._end) * 1000 - self.empty_us, 0.0))
+
+
+def _nothing() -> None:
+    return None
 
 
 def wall_time(call: Call) -> Sample:

@@ -101,7 +101,7 @@ class LatencyModel:
         """
         if self.step_cost is None:
             return self.operations_us(batch)
-        own = self.step_cost.time_us(self.configuration.num_layers, batch.num_reqs)
+        own = self.step_cost.time_us(self.configuration.layers_run, batch.num_reqs)
         return self.operations_us(batch) + own
 
     @cached_property

@@ -16,6 +16,7 @@ from fractions import Fraction
 
 from dooly_backend.errors import TraceError
 from dooly_backend.tracing.labels import (
+    ENGINE,
     LITERAL,
     NONE,
     NUM_REQS,
@@ -50,9 +51,9 @@ class Pass:
         return tuple(op for op in self.operations if op.path == STEP)
 
 
-def check(labelled: Pass, others: Sequence[Pass], held_out: Pass) -> tuple[
-    CheckResult, dict[int, tuple[Affine | None, ...]], tuple[Operation, ...]
-]:
+def check(
+    labelled: Pass, others: Sequence[Pass], held_out: Pass
+) -> tuple[CheckResult, dict[int, tuple[Affine | None, ...]], tuple[Operation, ...]]:
     """Compare `labelled` with two `others` and a `held_out` pass.
 
     Returns the result, the formulas by operation index, and the operations with
@@ -66,18 +67,17 @@ def check(labelled: Pass, others: Sequence[Pass], held_out: Pass) -> tuple[
     operations = list(labelled.operations)
     counts = Counts()
     for row in zip(*(p.of_modules for p in passes), strict=True):
-        solved = [
-            _certain(row[0], values, _formula(passes, values)) for values in _values(row)
-        ]
+        solved = [_formula(passes, values) for values in _values(row)]
+        _refuse_unpredicted(row[0], _values(row), solved)
         counts.add(row, solved)
         formulas[row[0].index] = tuple(solved)
         operations[row[0].index] = _repaired(row[0], solved, labelled)
     outside = _check_outside(passes, operations)
     return (
         CheckResult(
-            counts.dimensions, counts.dimensions, counts.agreeing,
+            counts.dimensions, counts.dimensions - counts.planned, counts.agreeing,
             counts.dimensions - counts.agreeing, counts.following,
-            outside.dimensions, outside.agreeing,
+            outside.dimensions, outside.agreeing, counts.planned,
         ),
         formulas,
         tuple(operations),
@@ -91,13 +91,15 @@ class Counts:
     dimensions: int = 0
     agreeing: int = 0
     following: int = 0
+    planned: int = 0  # no formula predicts them, and none needs to
 
     def add(self, row: Sequence[Operation], formulas: Sequence[Affine | None]) -> None:
         for dim, values, formula in zip(row[0].dims(), _values(row), formulas, strict=True):
-            if formula is None:
+            if formula is None and not _is_planned(dim):
                 continue
             self.dimensions += 1
-            self.agreeing += agrees(dim, formula)
+            self.planned += formula is None
+            self.agreeing += agrees(dim, formula) if formula else len(set(values)) > 1
             # The first of the other passes has as many tokens, in other requests.
             self.following += (NUM_REQS in dim.label.bases) == (values[0] != values[1])
 
@@ -131,9 +133,10 @@ def _formula(passes: Sequence[Pass], values: Sequence[int]) -> Affine | None:
     *solving, held_out = passes
     points = [(p.num_tokens, p.num_reqs) for p in solving]
     for quantum in _QUANTA:
-        if quantum > 1 and not _determine(points, quantum):
-            continue
-        formula = solve(points, values[:-1], quantum)
+        if quantum == 1 or _determine(points, quantum):
+            formula = solve(points, values[:-1], quantum)
+        else:
+            formula = _solve_one_sided(points, values[:-1], quantum)
         if formula and formula(held_out.num_tokens, held_out.num_reqs) == values[-1]:
             return formula
     return None
@@ -145,14 +148,51 @@ def _determine(points: Sequence[tuple[int, int]], quantum: int) -> bool:
     return (t1 - t0) * (r2 - r0) != (t2 - t0) * (r1 - r0)
 
 
-def _certain(op: Operation, values: Sequence[int], formula: Affine | None) -> Affine:
-    if formula is None:
-        raise TraceError(
-            f"{op.name} in {op.path}: a size that is {values[0]} in the traced pass is no "
-            f"affine function of tokens and requests ({values[:-1]} and {values[-1]}); "
-            "the operation needs a rule of its own"
-        )
-    return formula
+def _solve_one_sided(
+    points: Sequence[tuple[int, int]], values: Sequence[int], quantum: int
+) -> Affine | None:
+    """A formula of the requests alone, or else of the tokens alone.
+
+    For padded sizes where the other of them rounds up to the same number in
+    all passes, so that nothing can be told of it.
+    """
+    for side in (1, 0):
+        rounded = [-(-point[side] // quantum) * quantum for point in points]
+        by_size = dict(zip(rounded, values, strict=True))
+        if len(by_size) != 2:
+            continue
+        (x0, v0), (x1, v1) = by_size.items()
+        slope = Fraction(v1 - v0, x1 - x0)
+        constant = v0 - slope * x0
+        if slope.denominator != 1 or constant.denominator != 1:
+            continue
+        parts = (0, int(slope)) if side else (int(slope), 0)
+        formula = Affine(int(constant), *parts, quantum)
+        if all(formula(*point) == v for point, v in zip(points, values, strict=True)):
+            return formula
+    return None
+
+
+def _refuse_unpredicted(
+    op: Operation, values: Sequence[Sequence[int]], formulas: Sequence[Affine | None]
+) -> None:
+    """Raise TraceError when a size has no formula, unless a kernel plans it."""
+    for dim, sizes, formula in zip(op.dims(), values, formulas, strict=True):
+        if formula is None and not _is_planned(dim):
+            raise TraceError(
+                f"{op.name} in {op.path}: a size that is {sizes[0]} in the traced pass is no "
+                f"affine function of tokens and requests ({list(sizes[:-1])} and {sizes[-1]}); "
+                "the operation needs a rule of its own"
+            )
+
+
+def _is_planned(dim: Dim) -> bool:
+    """Whether the engine sizes a buffer by how it divides the request's work.
+
+    A scheduler that splits a prefill among threads once it is long enough fits
+    no formula; its buffer is an input of the kernel it plans, and of no other.
+    """
+    return ENGINE in dim.label.bases and dim.label.from_request
 
 
 def solve(
@@ -188,9 +228,7 @@ def agrees(dim: Dim, formula: Affine) -> bool:
     bases = dim.label.bases & REQUEST_BASES
     if not dim.label:
         return not formula.from_request and dim.size < 2
-    if (NUM_TOKS in bases) != bool(formula.tokens) or (NUM_REQS in bases) != bool(
-        formula.requests
-    ):
+    if (NUM_TOKS in bases) != bool(formula.tokens) or (NUM_REQS in bases) != bool(formula.requests):
         return False
     is_plain = {formula.tokens, formula.requests} <= {0, 1} and abs(formula.constant) < 2
     return not (bases and dim.label.bases - REQUEST_BASES and is_plain)

@@ -65,7 +65,7 @@ class Label:
 
     @property
     def name(self) -> str:
-        """"none", one of `BASES`, or "mix"."""
+        """One of `BASES`, "mix" for several, "none" for none."""
         bases = self.bases
         if not bases:
             return "none"

@@ -195,9 +195,7 @@ class DispatchTracer(TorchDispatchMode):
             outputs = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
             if self._label and outputs:
                 self._stamp_outputs(call, (args, kwargs), outputs)
-            self.operations[index] = replace(
-                self.operations[index], outputs=self._tensors(outputs)
-            )
+            self.operations[index] = replace(self.operations[index], outputs=self._tensors(outputs))
         return result
 
     def _call(self, name: str, args: Any, kwargs: Any) -> Call:

@@ -10,7 +10,7 @@ from dooly_backend.workload import Batch
 
 #: Context of the decodes in a traced step; the same in every pass, so that
 #: only tokens and requests change.
-CONTEXT = 29
+CONTEXT = 41
 
 #: How far above the fewest tokens to look for free numbers.
 _RANGE = 2000
@@ -34,9 +34,7 @@ def collision_free_sizes(
     """
     longest = min(max_tokens, 2 * CONTEXT + _RANGE)
     free_tokens = [t for t in range(2 * CONTEXT + 1, longest) if is_free(t, values)]
-    distinct = [
-        r for r in range(5, min(max_reqs, CONTEXT)) if not {r - 1, r, r + 1} & set(values)
-    ]
+    distinct = [r for r in range(5, min(max_reqs, CONTEXT)) if not {r - 1, r, r + 1} & set(values)]
     free_reqs = sorted(distinct, key=lambda r: (not is_free(r, values), r))
     if len(free_tokens) < 8 or len(free_reqs) < 4:
         raise TraceError(
@@ -61,9 +59,6 @@ def collision_free_sizes(
 def is_free(size: int, values: Collection[int]) -> bool:
     """Whether a step may have this size: no value, no divisor, and no multiple of one."""
     return all(
-        size != v
-        and size + 1 != v
-        and (v < 2 or v % size != 0)
-        and (v < 8 or size % v != 0)
+        size != v and size + 1 != v and (v < 2 or v % size != 0) and (v < 8 or size % v != 0)
         for v in values
     )

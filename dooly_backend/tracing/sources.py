@@ -230,14 +230,10 @@ def _parameters(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _add_model_tensor(sources: Sources, tensor: torch.Tensor, path: str) -> None:
     """A parameter, or a tensor that a module made of its own: every dimension is the model's."""
-    sources.add_tensor(
-        tensor, _labelled(sources, tensor, [MODEL_CONFIG] * tensor.dim(), path)
-    )
+    sources.add_tensor(tensor, _labelled(sources, tensor, [MODEL_CONFIG] * tensor.dim(), path))
 
 
-def _labelled(
-    sources: Sources, tensor: torch.Tensor, bases: Iterable[str], path: str
-) -> Shape:
+def _labelled(sources: Sources, tensor: torch.Tensor, bases: Iterable[str], path: str) -> Shape:
     return tuple(
         Dim(int(size), sources.add(base, int(size), f"{path}[{index}]"))
         for index, (size, base) in enumerate(zip(tensor.size(), bases, strict=True))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -107,6 +107,7 @@ class CheckResult:
     following: int = 0  # whose label says whether they change when only the requests change
     outside: int = 0  # sizes outside modules that could be compared
     outside_agreeing: int = 0  # of them whose label says what their formula says
+    planned: int = 0  # of `dimensions`, sizes that a kernel's scheduler plans: without formula
 
     @property
     def accuracy(self) -> float:
@@ -187,6 +188,12 @@ def _tensor_from_json(value: Any) -> TensorSpec:
     return TensorSpec(tuple(_dim_from_json(d) for d in dims), dtype, tuple(strides))
 
 
+def _formulas_to_json(formulas: Sequence[Affine | None] | None) -> Any:
+    if formulas is None:
+        return None
+    return [None if f is None else [f.constant, f.tokens, f.requests, f.quantum] for f in formulas]
+
+
 def _to_json(trace: Trace) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
@@ -211,10 +218,7 @@ def _to_json(trace: Trace) -> dict[str, Any]:
                 "scalars": [_dim_to_json(d) for d in op.scalars],
                 "parent": op.parent,
                 "call": op.call,
-                "formulas": [
-                    None if f is None else [f.constant, f.tokens, f.requests, f.quantum]
-                    for f in trace.formulas.get(op.index, ())
-                ],
+                "formulas": _formulas_to_json(trace.formulas.get(op.index)),
             }
             for op in trace.operations
         ],
@@ -238,7 +242,7 @@ def _from_json(value: dict[str, Any]) -> Trace:
     formulas = {
         index: tuple(None if f is None else Affine(*f) for f in op["formulas"])
         for index, op in enumerate(value["operations"])
-        if op["formulas"]
+        if op["formulas"] is not None
     }
     return Trace(
         value["model"],

@@ -10,7 +10,7 @@ from itertools import islice
 
 from dooly_backend.engines import Engine
 from dooly_backend.engines.paths import ModuleStack
-from dooly_backend.errors import TraceError
+from dooly_backend.errors import DoolyError, TraceError
 from dooly_backend.tracing.differential import Pass, check
 from dooly_backend.tracing.labels import ENGINE, MODEL_CONFIG, conflicts
 from dooly_backend.tracing.modes import (
@@ -60,7 +60,7 @@ def trace_model(
     plan = plan_passes(sources, engine.max_num_tokens, engine.max_num_reqs, sizes)
     # The first pass in a process does one-time work that later ones skip.
     requests = plan.labelled[1]
-    engine.step(traced_batch(requests + _WARM_UP, requests))
+    plain_pass(engine, requests + _WARM_UP, requests)
     labelled, modules = labelled_pass(engine, *plan.labelled, sources, rules)
     others = [plain_pass(engine, *plan.requests), plain_pass(engine, *plan.tokens)]
     held_out = plain_pass(engine, *plan.held_out)
@@ -140,10 +140,24 @@ def _pass(
         stack, labeller, engine.operation_bodies, functions, label=sources is not None
     )
     tainted = sources.tainted() if sources else nullcontext()
-    with tainted, stack.tracking(), tracer.active():
-        engine.step(traced_batch(num_tokens, num_reqs))
+    try:
+        with tainted, stack.tracking(), tracer.active():
+            engine.step(traced_batch(num_tokens, num_reqs))
+    except DoolyError:
+        raise
+    except Exception as error:
+        # Whatever a model's forward raises; the whole chain stays in __cause__.
+        raise TraceError(_failure(engine, tracer, error)) from error
     modules = tuple(ModuleRecord(*entry) for entry in stack.entered)
     return Pass(num_tokens, num_reqs, tuple(tracer.operations)), modules
+
+
+def _failure(engine: Engine, tracer: DispatchTracer, error: Exception) -> str:
+    """One line that says where a step failed, and how."""
+    last = tracer.operations[-1] if tracer.operations else None
+    where = f" in {last.path} at {last.name}" if last else ""
+    reason = next((line for line in str(error).splitlines() if line.strip()), repr(error))
+    return f"a step of {engine.configuration.model} fails{where}: {type(error).__name__}: {reason}"
 
 
 def _origins(

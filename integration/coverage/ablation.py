@@ -63,9 +63,7 @@ def unlabelled(engine: Engine, rules: RuleSet) -> str:
         traced, _ = labelled_pass(engine, *plan.labelled, sources, rules)
     except TraceError as error:
         return f"failure: {error}"
-    found = [
-        op for op in traced.operations if any(d.size > 1 and not d.label for d in op.dims())
-    ]
+    found = [op for op in traced.operations if any(d.size > 1 and not d.label for d in op.dims())]
     inside = sum(op.path != STEP for op in found)
     return f"{len(found)} of {len(traced.operations)} ({inside} of {len(traced.of_modules)})"
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from dooly_backend.config import ModelDescription, load_model
+from integration.coverage import unseen
+
 
 @dataclass(frozen=True)
 class Case:
@@ -30,6 +33,15 @@ class Case:
             if name in self.settings
         )  # fmt: skip
         return self.model + parallel
+
+    @property
+    def description(self) -> ModelDescription:
+        """The model with its changes."""
+        if self.model in unseen.CONFIGS:
+            return ModelDescription(name=self.model, hf_config=unseen.CONFIGS[self.model])
+        model = load_model(self.model)
+        config = {k: v for k, v in model.hf_config.items() if k not in self.without}
+        return ModelDescription(name=model.name, hf_config=config | self.overrides)
 
     @property
     def changes(self) -> str:
@@ -75,7 +87,8 @@ CASES = (
     Case("Qwen/Qwen2.5-32B", "GQA, biases"),
     Case("meta-llama/Llama-2-13b-hf", "MHA"),
     Case("mistralai/Mixtral-8x7B-v0.1", "one rank of an EP-4 group", {"expert_parallel": 4}),
-    Case("meta-llama/Llama-3.1-70B", "second stage of two", {"pipeline_parallel": 2}),
+    Case("meta-llama/Llama-3.1-70B", "first stage of two", {"pipeline_parallel": 2}),
+    *(Case(name, "an architecture that no rule was written for") for name in unseen.CONFIGS),
 )
 
 

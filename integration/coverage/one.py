@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from dooly_backend.config import ModelDescription, RunOptions, load_model
+from dooly_backend.config import RunOptions
 from dooly_backend.engines import Engine, boot
 from dooly_backend.tracing.sizes import traced_batch
 from dooly_backend.tracing.sources import collect
@@ -49,10 +49,7 @@ def measure(case: Case, start: float) -> dict[str, Any]:
 
 def options_of(case: Case) -> RunOptions:
     """RunOptions of a case: its model with the changes, in bfloat16, on two threads."""
-    model = load_model(case.model)
-    config = {k: v for k, v in model.hf_config.items() if k not in case.without}
-    changed = ModelDescription(name=model.name, hf_config=config | case.overrides)
-    return RunOptions.checked(model=changed, dtype="bfloat16", threads=2, **case.settings)
+    return RunOptions.checked(model=case.description, dtype="bfloat16", threads=2, **case.settings)
 
 
 def figures(trace: Trace) -> dict[str, Any]:
@@ -71,6 +68,7 @@ def figures(trace: Trace) -> dict[str, Any]:
         "repaired": check.repaired,
         "following": check.following,
         "predicted": check.predicted,
+        "planned": check.planned,
         "outside": check.outside,
         "outside_agreeing": check.outside_agreeing,
         "tokens": trace.num_tokens,

@@ -6,8 +6,8 @@ COLUMNS = (
     "name", "shows", "changes", "layers", "operations", "operations_outside", "dimensions",
     "label_model_config", "label_num_toks", "label_num_reqs", "label_mix", "label_engine",
     "label_literal", "unlabelled", "unlabelled_names", "accuracy", "repaired", "following",
-    "predicted", "outside", "outside_agreeing", "tokens", "requests", "collision", "retraced",
-    "same_labels", "boot_seconds", "seconds", "traced_to_plain", "peak_gib", "error",
+    "predicted", "planned", "outside", "outside_agreeing", "tokens", "requests", "collision",
+    "retraced", "same_labels", "boot_seconds", "seconds", "traced_to_plain", "peak_gib", "error",
 )  # fmt: skip
 
 _HEAD = (
@@ -23,7 +23,8 @@ layers as show every kind. *sizes* counts dimensions and integer arguments insid
 columns those above 1. *accuracy before repair* is the share of sizes whose label, as the rules gave
 it, says exactly what the differential check found; *repaired* were corrected by it. *follow R*: of
 all sizes, those whose label says num_reqs exactly if they change when only the batch size does.
-*predicted*: sizes of the held-out pass that the formulas gave. *outside modules*: the same check
+*predicted*: sizes of the held-out pass that the formulas gave (a plan of the attention kernel, once
+a layer, may have none). *outside modules*: the same check
 for input preparation, agreeing of compared. *collision*: traced again with a length equal to the
 hidden size and a batch equal to the KV heads; it was seen and the labels are the same. *s*: from
 the start of the process to the checked trace, two threads on a shared host.

@@ -7,6 +7,7 @@ so that its own sum gives what all the operations behind the layer took.
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from functools import cached_property
 
@@ -14,9 +15,10 @@ from dooly_backend.database.records import Occurrence
 from dooly_backend.regression.latency import LatencyModel
 from dooly_backend.workload import Batch, Request
 
-from ..times import ZERO, CallTimes, Cell
+from ..times import ZERO, CallTimes, Cell, total
 from .architecture import Architecture
-from .mapping import ATTENTION, CALLS_PER_BLOCK, COLLECTIVE, ONCE, STEP, Assignment, assign
+from .mapping import ATTENTION, CALLS_PER_BLOCK, COLLECTIVE, MOE, ONCE, STEP, Assignment, assign
+from .routing import Routing
 
 
 class LayerCosts:
@@ -72,6 +74,37 @@ class LayerCosts:
     def attention(self, chunk: int, history: int, size: int, context: int) -> Cell:
         """Attention of one layer: a prefill, equal decodes, or both."""
         return self._call(ATTENTION, attention_batch(chunk, history, size, context))
+
+    @property
+    def knows_routing(self) -> bool:
+        """Whether its sparse block was measured by the experts that fire, not by tokens alone."""
+        return any(o.signature.kind == "routing" for o in self.of_home(MOE))
+
+    @property
+    def routing(self) -> Routing:
+        """The simulator's, over ranks that own as many experts as the measured one did."""
+        experts, each = self.architecture.experts, self.architecture.experts_per_token
+        owned = min(
+            int(json.loads(o.signature.canonical)["routing"]["experts"])
+            for o in self.of_home(MOE)
+            if o.signature.kind == "routing"
+        )
+        return Routing(experts, min(each, experts), max(1, experts // owned))
+
+    def sparse(self, tokens: int, active: int) -> Cell:
+        """One call of the sparse block where `active` distinct experts fire."""
+        cells = (self.times.routed(o, tokens, active) for o in self.of_home(MOE))
+        return total(cells).times(1 / self.calls(MOE))
+
+    def step_us(self, batch: Batch) -> float:
+        """One step without collectives, with the simulator's routing where it was measured."""
+        us = self.times.step_us(batch) - self.collectives_us(batch)
+        if self.knows_routing:
+            tokens = batch.num_tokens
+            active = self.routing.active(tokens)
+            changed = self.sparse(tokens, active).us - self.dense(MOE, tokens).us
+            us += changed * self.calls(MOE)
+        return us
 
     def collectives_us(self, batch: Batch) -> float:
         """Of one step: what the tables leave to the network simulator."""

@@ -74,7 +74,10 @@ RULES = (
     Rule("rotary_emb", "*attn"),
     Rule("rotary_emb", "*attn.*"),
     Rule("rotary_emb", "*rotary_emb*"),
-    # the sparse block, gate included
+    # the sparse block, gate included, whether measured in parts or whole
+    Rule(MOE, "*", kind="routing"),
+    Rule(MOE, "*", name="*Mo[eE]*"),
+    Rule(MOE, "*", name="*moe_forward*"),
     Rule(MOE, "*.experts*"),
     Rule(MOE, "*.mlp.gate"),
     Rule(MOE, "*.shared_expert*"),

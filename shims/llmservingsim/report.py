@@ -188,7 +188,7 @@ def _errors(
 ) -> dict[str, Any]:
     errors = []
     for batch in batches:
-        expected = costs.times.step_us(batch) - costs.collectives_us(batch)
+        expected = costs.step_us(batch)
         errors.append(100 * (rules.step_us(batch) / expected - 1) if expected > 0 else 0.0)
     mean, worst = (statistics.fmean(errors), max(errors, key=abs)) if errors else (0.0, 0.0)
     return {
@@ -257,13 +257,23 @@ def _approximations(all_costs: Sequence[LayerCosts], grids: Grids) -> Iterable[s
 
 def _expert_notes(all_costs: Sequence[LayerCosts]) -> Iterable[str]:
     experts = all_costs[0].architecture.experts
-    yield (
-        "moe.csv is read from the smallest degree at every degree, by the tokens and active "
-        "experts of one expert-parallel rank. The database knows a sparse block by its tokens, at "
-        "the routing that was measured: rows hold it at the places where the simulator's BALANCED "
-        "routing looks at each exported degree (ep_size = tp_size); other routings get the time "
-        "of the next one that was measured."
-    )
+    if all_costs[0].knows_routing:
+        yield (
+            "moe.csv holds the sparse block by its tokens and the distinct experts that fire, as "
+            "measured at the smallest degree; the simulator reads it at every degree, for the "
+            "tokens and experts of one expert-parallel rank. Its BALANCED routing has more experts "
+            "fire at few tokens than random draws do, which Dooly's latency model expects: "
+            "'conservation' compares at the simulator's. What a divided block takes at other "
+            "degrees is in no table, so their figures there also show that difference."
+        )
+    else:
+        yield (
+            "moe.csv is read from the smallest degree at every degree, by the tokens and active "
+            "experts of one expert-parallel rank. The database knows this sparse block by its "
+            "tokens, at the routing that was measured: rows hold it at the places where the "
+            "simulator's BALANCED routing looks at each exported degree (ep_size = tp_size); other "
+            "routings get the time of the next one that was measured."
+        )
     odd = [each.degree for each in all_costs if experts % each.degree]
     if odd:
         yield (

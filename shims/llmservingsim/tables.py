@@ -6,7 +6,8 @@ own folder: of norms to `CARRIER`, of the sampler to lm_head, and what a step
 costs more whatever it holds to the embedding.
 
 Its moe.csv, too, is read from tp1 (the smallest degree where there is none),
-by the tokens and active experts of one expert-parallel rank. Degrees differ in
+by the tokens and active experts of one expert-parallel rank. Where both were
+measured it holds just that. Where only tokens were, degrees still differ in
 the experts that a rank owns, so each has its own places in the one table.
 """
 
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from ..times import Axes, Cell
 from .architecture import Architecture
 from .costs import LayerCosts
-from .grids import AttentionGrid, Grids
+from .grids import AttentionGrid, Grids, doubling
 from .mapping import MOE, TP_STABLE
 from .routing import Routing, expert_parallelism
 
@@ -48,7 +49,13 @@ def build_tables(
     """Tables by degree. `all_costs` rise in degree and are of one model."""
     base = all_costs[0]
     moe_sources: Counter[str] = Counter()
-    moe = _moe_rows(all_costs, grids, moe_sources) if base.architecture.experts else []
+    moe: list[Row] = []
+    if base.architecture.experts:
+        moe = (
+            _surface_rows(base, grids, axes, moe_sources)
+            if base.knows_routing
+            else _moe_rows(all_costs, grids, moe_sources)
+        )
     tables = {}
     for costs in all_costs:
         shared = base if base.degree == 1 and base.architecture.known else costs
@@ -176,9 +183,9 @@ def _measured_mixed(costs: LayerCosts, axes: Axes) -> dict[tuple[int, int, int, 
 
 
 def _moe_rows(all_costs: Sequence[LayerCosts], grids: Grids, sources: Counter[str]) -> list[Row]:
-    """The sparse block of one rank by its tokens and active experts.
+    """The sparse block of one rank, where it was measured by its tokens alone.
 
-    A measurement knows tokens only, at the routing it was made with: each
+    A measurement stands for the routing it was made with: each
     degree's times lie where the simulator looks for them at that degree. What
     it would not look for has the time of the next routing that was measured.
     """
@@ -197,6 +204,20 @@ def _moe_rows(all_costs: Sequence[LayerCosts], grids: Grids, sources: Counter[st
             cells[tokens, column] = cell
     for routing in sorted(by_routing, key=lambda r: -r.degree):  # tp1 last: its times stay
         cells |= _looked_up(by_routing[routing], routing, steps, columns)
+    sources.update(cell.source for cell in cells.values())
+    return [(*place, cell.us) for place, cell in sorted(cells.items())]
+
+
+def _surface_rows(costs: LayerCosts, grids: Grids, axes: Axes, sources: Counter[str]) -> list[Row]:
+    """The sparse block of one rank, measured by its tokens and active experts."""
+    routing = costs.routing
+    own = doubling(routing.owned, min(routing.each, routing.owned))
+    columns = sorted({*own, *(n for n in axes.experts if n <= routing.owned)})
+    cells = {
+        (tokens, active): costs.sparse(tokens, active)
+        for tokens in grids.tokens
+        for active in columns
+    }
     sources.update(cell.source for cell in cells.values())
     return [(*place, cell.us) for place, cell in sorted(cells.items())]
 
