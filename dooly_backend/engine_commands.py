@@ -209,7 +209,7 @@ def _plan_table(result: Plan) -> Table:
         missing = f"{planned.missing} of {planned.points}" if planned.missing else "nothing"
         table.add_row(
             planned.signature.hash[:12],
-            f"{planned.signature.name} ({', '.join(planned.paths)})",
+            f"{planned.signature.name} ({', '.join(p or 'model' for p in planned.paths)})",
             planned.signature.kind,
             str(planned.count),
             missing,

@@ -26,7 +26,7 @@ from dooly_backend.engines.kv_cache import kv_cache_bytes
 from dooly_backend.engines.layers import layer_kinds, layers_needed
 from dooly_backend.engines.parallel import Rank
 from dooly_backend.engines.paths import ModuleStack
-from dooly_backend.engines.vllm_configs import register_config
+from dooly_backend.engines.vllm_configs import completed, register_config
 from dooly_backend.engines.vllm_moe import moe_layers, routed
 from dooly_backend.engines.vllm_steps import LiveRequest, StepBuilder
 from dooly_backend.errors import DoolyError, EngineError
@@ -109,7 +109,7 @@ class VllmEngine(Engine):
         self.max_num_tokens = int(config.scheduler_config.max_num_batched_tokens)
         self.max_num_reqs = int(config.scheduler_config.max_num_seqs)
         self.vocab_size = int(config.model_config.get_vocab_size())
-        self.layer_kinds = layer_kinds(options.model.hf_config)
+        self.layer_kinds = layer_kinds(completed(options.model.hf_config))
         self._steps = StepBuilder(
             self._block_sizes(), self._num_blocks(), self.vocab_size, self.max_model_len
         )
@@ -131,7 +131,8 @@ class VllmEngine(Engine):
         from dooly_backend.engines.parallel_vllm import emulated, groups_emulated, stage_layers
 
         rank = Rank.of(options)
-        kinds = layer_kinds(options.model.hf_config)
+        whole = completed(options.model.hf_config)
+        kinds = layer_kinds(whole)
         stage = stage_layers(kinds, rank)
         layers = min(options.layers or layers_needed(kinds, stage), len(stage))
         folder = tempfile.TemporaryDirectory(prefix="dooly-model-")
@@ -143,9 +144,7 @@ class VllmEngine(Engine):
             "skip_tokenizer_init": True,
             "enforce_eager": options.execution_mode == "eager",
             "enable_prefix_caching": False,
-            "kv_cache_memory_bytes": kv_cache_bytes(
-                options.model.hf_config, layers, on_gpu=_on_gpu()
-            ),
+            "kv_cache_memory_bytes": kv_cache_bytes(whole, layers, on_gpu=_on_gpu()),
             "hf_overrides": _shortened(options.model.hf_config, stage.start + layers),
             "max_num_seqs": options.max_num_seqs,
             "max_num_batched_tokens": options.max_num_batched_tokens,

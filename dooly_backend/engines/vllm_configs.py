@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
+
+log = logging.getLogger(__name__)
 
 
 def register_config(hf_config: Mapping[str, Any]) -> None:
@@ -30,3 +33,25 @@ def register_config(hf_config: Mapping[str, Any]) -> None:
         return
     bare = type(f"{model_type.title()}Config", (PretrainedConfig,), {"model_type": model_type})
     AutoConfig.register(model_type, bare)
+
+
+def completed(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """`hf_config` with what its transformers class derives from it: `layer_types` and defaults.
+
+    A config.json need not say which layers slide (Gemma-2's does not); the
+    class knows. A type that transformers does not know is returned as it is;
+    whether the configuration makes sense is vLLM's to say.
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    model_type = hf_config.get("model_type")
+    if model_type not in CONFIG_MAPPING:
+        return dict(hf_config)
+    values = {key: value for key, value in hf_config.items() if key != "model_type"}
+    try:
+        whole = CONFIG_MAPPING[model_type](**values).to_dict()
+    except (ValueError, TypeError, KeyError) as error:
+        log.debug("transformers does not complete this %s config: %s", model_type, error)
+        return dict(hf_config)
+    text = whole.get("text_config")
+    return {**whole, **text} if isinstance(text, dict) else whole

@@ -31,9 +31,15 @@ from dooly_backend.workload import PointKind
 
 SCHEMA = 1
 
-#: Attributes that name or number the instance: another layer's differ, its time does not.
+#: Attributes that name or number the instance, or say what it is a shard of: another layer's
+#: or rank's differ, its time does not. A shard's own sizes are in its operations.
 _IDENTITY = frozenset(
     {
+        "input_size",
+        "output_size",
+        "total_num_heads",
+        "total_num_kv_heads",
+        "tp_size",
         "layer_name",
         "prefix",
         "layer_idx",
