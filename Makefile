@@ -5,6 +5,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
+# torch warns about memory binding before anything of ours can run.
+export TORCH_CPP_LOG_LEVEL ?= ERROR
+
 .DEFAULT_GOAL := help
 .PHONY: help venv quickstart test lint format clean
 

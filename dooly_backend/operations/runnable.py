@@ -235,6 +235,12 @@ def _finer(
     return entries, ""
 
 
+def place(node: Node, op: Operation) -> tuple[Operation, int]:
+    """The dispatcher call of the module that `op` runs in, and its ordinal there."""
+    top = _outermost(node, op)
+    return top, _ordinal(node, top)
+
+
 def _outermost(node: Node, op: Operation) -> Operation:
     """The dispatcher call of the module that `op` runs in: itself, or a custom operation."""
     by_index = {o.index: o for o in node.operations}

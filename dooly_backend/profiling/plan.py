@@ -152,9 +152,7 @@ def plan(engine: Engine, known: Known, sweep: Sweep, regime: Regime | None = Non
                 known.models(signature, environment),
             )
         )
-        call_us = known.call_us(signature, environment) or UNKNOWN_CALL_US
-        samples = regime.repeats + regime.warmups
-        seconds += len(missing) * samples * (CALLS_PER_SAMPLE * call_us + OVERHEAD_US) / 1e6
+        seconds += len(missing) * point_seconds(known.call_us(signature, environment), regime)
         known.add(signature, environment, wanted, engine.configuration.model)
     return Plan(
         engine.configuration,
@@ -162,6 +160,13 @@ def plan(engine: Engine, known: Known, sweep: Sweep, regime: Regime | None = Non
         sum(occurrence.count for occurrence in graph),
         seconds,
     )
+
+
+def point_seconds(call_us: float | None, regime: Regime) -> float:
+    """Expected time to measure one point of a call that takes `call_us`, None for unknown."""
+    samples = regime.repeats + regime.warmups
+    call_us = UNKNOWN_CALL_US if call_us is None else call_us
+    return samples * (CALLS_PER_SAMPLE * call_us + OVERHEAD_US) / 1e6
 
 
 def _by_signature(graph: Sequence[Occurrence]) -> dict[Signature, list[Occurrence]]:

@@ -95,7 +95,7 @@ class Counts:
 
     def add(self, row: Sequence[Operation], formulas: Sequence[Affine | None]) -> None:
         for dim, values, formula in zip(row[0].dims(), _values(row), formulas, strict=True):
-            if formula is None and not _is_planned(dim):
+            if formula is None and not is_planned(dim):
                 continue
             self.dimensions += 1
             self.planned += formula is None
@@ -178,7 +178,7 @@ def _refuse_unpredicted(
 ) -> None:
     """Raise TraceError when a size has no formula, unless a kernel plans it."""
     for dim, sizes, formula in zip(op.dims(), values, formulas, strict=True):
-        if formula is None and not _is_planned(dim):
+        if formula is None and not is_planned(dim):
             raise TraceError(
                 f"{op.name} in {op.path}: a size that is {sizes[0]} in the traced pass is no "
                 f"affine function of tokens and requests ({list(sizes[:-1])} and {sizes[-1]}); "
@@ -186,7 +186,7 @@ def _refuse_unpredicted(
             )
 
 
-def _is_planned(dim: Dim) -> bool:
+def is_planned(dim: Dim) -> bool:
     """Whether the engine sizes a buffer by how it divides the request's work.
 
     A scheduler that splits a prefill among threads once it is long enough fits

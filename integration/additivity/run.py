@@ -13,7 +13,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,10 +29,11 @@ from dooly_backend.engines import Engine, boot
 from dooly_backend.errors import DoolyError
 from dooly_backend.operations.callgraph import signatures
 from dooly_backend.operations.capture import captured
-from dooly_backend.operations.runnable import Entry, resolve
+from dooly_backend.operations.runnable import Entry, RunnableSet, resolve
 from dooly_backend.profiling.measure import Regime, measure, step_samples
 from dooly_backend.profiling.profiler import subject_of
 from dooly_backend.profiling.timer import Timer, quiet_process, timer_for
+from dooly_backend.tracing.trace import Trace
 from dooly_backend.tracing.tracer import trace_model
 from dooly_backend.workload import Batch, WorkloadPoint
 
@@ -193,6 +194,24 @@ def show(rows: list[Row], title: str) -> Table:
     return table
 
 
+def measure_rows(
+    engine: Engine, trace: Trace, runnable: RunnableSet, batches: Sequence[Batch]
+) -> list[Row]:
+    """One row for every batch that the engine has room for."""
+    signed = signatures(trace, runnable, engine)
+    timer = timer_for(engine)
+    with quiet_process():
+        fitting = [batch for batch in batches if batch.longest < engine.max_request_len - 16]
+        return [compare(engine, timer, batch, signed) for batch in fitting]
+
+
+def write(rows: Sequence[Row], path: Path) -> None:
+    """The rows as CSV."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    frame = pd.DataFrame([asdict(row) | {"forward_error": row.forward_error} for row in rows])
+    frame.round(2).to_csv(path, index=False)
+
+
 @click.command()
 @click.argument("model", default="HuggingFaceTB/SmolLM-135M")
 @click.option("--layers", default=4, show_default=True, type=click.IntRange(1))
@@ -215,22 +234,16 @@ def main(model: str, layers: int, backend: str | None, threads: int, out: Path |
         click.echo(f"error: {error}", err=True)
         sys.exit(error.exit_code)
     trace = trace_model(engine)
-    signed = signatures(trace, resolve(trace, engine), engine)
-    timer = timer_for(engine)
     environment = engine.environment
-    with quiet_process():
-        batches = GPU_BATCHES if environment.device_kind == "cuda" else BATCHES
-        fitting = [b for b in batches if b.longest < engine.max_request_len - 16]
-        rows = [compare(engine, timer, batch, signed) for batch in fitting]
+    batches = GPU_BATCHES if environment.device_kind == "cuda" else BATCHES
+    rows = measure_rows(engine, trace, resolve(trace, engine), batches)
     title = (
         f"{options.model.name}, {engine.configuration.backend}, {layers} layers, "
         f"{environment.device}, {environment.engine} {environment.engine_version}; microseconds"
     )
     Console(width=110).print(show(rows, title))
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        frame = pd.DataFrame([asdict(row) | {"forward_error": row.forward_error} for row in rows])
-        frame.round(2).to_csv(out / "additivity.csv", index=False)
+        write(rows, out / "additivity.csv")
 
 
 if __name__ == "__main__":

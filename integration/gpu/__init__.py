@@ -1,0 +1,1 @@
+"""Profiling on an offline GPU host, in pieces that resume."""
