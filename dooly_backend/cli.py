@@ -9,6 +9,7 @@ import click
 from dooly_backend import __version__, console
 from dooly_backend.engine_commands import plan, profile, trace
 from dooly_backend.export_command import export
+from dooly_backend.import_command import import_
 
 
 @click.group(context_settings=console.CONTEXT_SETTINGS)
@@ -95,7 +96,7 @@ def info(db: str, as_json: bool) -> None:
 
 # -- entry points -------------------------------------------------------------
 
-for command in (trace, plan, profile, export):
+for command in (trace, plan, profile, export, import_):
     cli.add_command(command)
 
 

@@ -61,17 +61,17 @@ class Exporter(Protocol):
 
 def exporter_names() -> list[str]:
     """Names of every exporter that can be found, sorted."""
-    return sorted(_loaders())
+    return sorted(loaders(GROUP, "EXPORTERS"))
 
 
 def get_exporter(name: str) -> Exporter:
     """The exporter of that name. Raises InputError naming the known ones."""
-    loaders = _loaders()
-    if name not in loaders:
-        known = ", ".join(sorted(loaders)) or "none (is the package installed completely?)"
+    found = loaders(GROUP, "EXPORTERS")
+    if name not in found:
+        known = ", ".join(sorted(found)) or "none (is the package installed completely?)"
         raise InputError(f"unknown export format {name!r}: known are {known}")
     try:
-        exporter = loaders[name]()
+        exporter = found[name]()
     except (ImportError, AttributeError) as error:
         raise InputError(f"the exporter {name!r} cannot be loaded: {error}") from error
     if not isinstance(exporter, Exporter):
@@ -79,35 +79,38 @@ def get_exporter(name: str) -> Exporter:
     return exporter
 
 
-def _loaders() -> dict[str, Callable[[], Any]]:
-    """Constructor of every exporter by name; an entry point wins over the source tree."""
-    loaders = _source_tree_loaders()
-    for entry in metadata.entry_points(group=GROUP):
+def loaders(group: str, listed_as: str) -> dict[str, Callable[[], Any]]:
+    """Constructor by name of what packages offer in an entry-point group; it wins over the source.
+
+    For an uninstalled checkout the packages of ``shims`` list theirs in a dict called `listed_as`.
+    """
+    found = _source_tree_loaders(listed_as)
+    for entry in metadata.entry_points(group=group):
         package = entry.module.partition(".")[0]
-        if entry.name in loaders and importlib.util.find_spec(package) is None:
+        if entry.name in found and importlib.util.find_spec(package) is None:
             continue  # a build's metadata in a checkout, without what it installs
-        loaders[entry.name] = lambda entry=entry: entry.load()()  # type: ignore[misc]
-    return loaders
+        found[entry.name] = lambda entry=entry: entry.load()()  # type: ignore[misc]
+    return found
 
 
-def _source_tree_loaders() -> dict[str, Callable[[], Any]]:
-    """Exporters of the ``shims`` folder beside this package, for an uninstalled checkout.
+def _source_tree_loaders(listed_as: str) -> dict[str, Callable[[], Any]]:
+    """Those of the ``shims`` folder beside this package, for an uninstalled checkout.
 
-    Every package in it names its own in ``EXPORTERS`` (name -> class).
+    Every package in it names its own in a dict `listed_as` (name -> class).
     """
     folder = Path(__file__).resolve().parent.parent / "shims"
     parent = _package_of(folder)
     if parent is None:
         return {}
-    loaders: dict[str, Callable[[], Any]] = {}
+    found: dict[str, Callable[[], Any]] = {}
     for module in pkgutil.iter_modules([str(folder)]):
         try:
             package = importlib.import_module(f"{parent}.{module.name}")
         except ImportError as error:  # another `shims` on the path, or a broken one
-            logger.warning("exporters of shims/%s are left out: %s", module.name, error)
+            logger.warning("shims/%s is left out: %s", module.name, error)
             continue
-        loaders.update(getattr(package, "EXPORTERS", {}))
-    return loaders
+        found.update(getattr(package, listed_as, {}))
+    return found
 
 
 def _package_of(folder: Path) -> str | None:

@@ -6,6 +6,7 @@ import csv
 import difflib
 import io
 import random
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,15 @@ def latest(models: Iterable[LatencyModel]) -> str | None:
     return max((m.measured_at for m in models if m.measured_at), default=None)
 
 
+def repository_name(model: str) -> str:
+    """`model` as simulators use it in paths: ORG/NAME. Raises InputError where nothing is left."""
+    parts = [re.sub(r"[^A-Za-z0-9._-]+", "-", part).strip("-.") for part in model.split("/")]
+    parts = [part for part in parts if part]
+    if not parts:
+        raise InputError(f"the model's name {model!r} has no letters to make a path of")
+    return "/".join(parts[-2:]) if len(parts) > 1 else f"local/{parts[0]}"
+
+
 # -- options ------------------------------------------------------------------
 
 
@@ -114,15 +124,16 @@ def whole_number(name: str, value: Any, smallest: int = 1) -> int:
 
 
 def csv_text(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """CSV with a header. Nine digits: far below any measurement, the same on every machine."""
+    """CSV with a header."""
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow(columns)
-    writer.writerows([_text(value) for value in row] for row in rows)
+    writer.writerows([cell_text(value) for value in row] for row in rows)
     return buffer.getvalue()
 
 
-def _text(value: Any) -> str:
+def cell_text(value: Any) -> str:
+    """Nine digits: far below any measurement, the same on every machine."""
     return f"{value:.9g}" if isinstance(value, float) else str(value)
 
 

@@ -48,11 +48,15 @@ class CallTimes:
 
     def of(self, occurrence: Occurrence, batch: Batch) -> Cell:
         """All runs of `occurrence` in one step. Raises InputError where nothing was measured."""
-        key = (occurrence.signature.hash, _point(occurrence.signature.kind, batch))
+        return self._call(occurrence, batch).times(occurrence.count)
+
+    def _call(self, occurrence: Occurrence, batch: Batch) -> Cell:
+        """One run of it."""
+        key = (occurrence.signature.hash, what_matters(occurrence.signature.kind, batch))
         if key not in self._cells:
             latency = self.model.occurrence(occurrence, batch)
             self._cells[key] = _cell(latency.median_us, latency.measured, latency.extrapolated)
-        return self._cells[key].times(occurrence.count)
+        return self._cells[key]
 
     def routed(self, occurrence: Occurrence, tokens: int, experts: int) -> Cell:
         """The same in a step of `tokens` where `experts` distinct ones fire.
@@ -74,14 +78,15 @@ class CallTimes:
         model = self.model
         step, layers = model.step_cost, model.configuration.num_layers
         own = step.time_us(layers, batch.num_reqs) if step else 0.0
-        return self.sum_of(model.occurrences, batch).us + own
+        # Plain numbers: thousands of steps are asked for at once.
+        return sum(self._call(o, batch).us * o.count for o in model.occurrences) + own
 
 
 def _cell(us: float, measured: bool, extrapolated: bool) -> Cell:
     return Cell(us, EXTRAPOLATED if extrapolated else MEASURED if measured else INTERPOLATED)
 
 
-def _point(kind: PointKind, batch: Batch) -> object:
+def what_matters(kind: PointKind, batch: Batch) -> object:
     """What of `batch` a time of this kind depends on, quick to hash."""
     if kind in ("tokens", "routing"):
         return batch.num_tokens

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -184,6 +184,15 @@ def elsewhere(needs_engine: None) -> Elsewhere:
             "layers": 3,
         },
     ]
+    found = [
+        {path: (digest, canonical) for path, digest, canonical, *_ in rows}
+        for rows in signed_elsewhere(runs)
+    ]
+    return Elsewhere(*found)
+
+
+def signed_elsewhere(runs: list[dict[str, Any]]) -> list[list[list[Any]]]:
+    """What signatures_elsewhere.py says of every run, in one process for all of them."""
     script = Path(__file__).with_name("signatures_elsewhere.py")
     done = subprocess.run(
         [sys.executable, str(script), *map(json.dumps, runs)],
@@ -194,8 +203,4 @@ def elsewhere(needs_engine: None) -> Elsewhere:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    found = [
-        {path: (digest, canonical) for path, digest, canonical in json.loads(line)}
-        for line in done.stdout.splitlines()
-    ]
-    return Elsewhere(*found)
+    return [json.loads(line) for line in done.stdout.splitlines()]

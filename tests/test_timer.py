@@ -134,3 +134,16 @@ def test_no_garbage_is_collected_meanwhile(enabled: bool) -> None:
 )
 def test_spread(samples: list[float], expected: float) -> None:
     assert spread(samples) == pytest.approx(expected)
+
+
+def test_a_busy_host_is_not_asked_again_and_again(monkeypatch: pytest.MonkeyPatch):
+    timer = CpuTimer(1 << 20)
+    assert timer.is_calm
+    monkeypatch.setattr(timer_module, "wall_time", lambda call: Sample(1.0, disturbed=True))
+    for _ in range(48):
+        timer.time(lambda: None)
+    assert not timer.is_calm
+    monkeypatch.setattr(timer_module, "wall_time", lambda call: Sample(1.0))
+    for _ in range(48):
+        timer.time(lambda: None)
+    assert timer.is_calm

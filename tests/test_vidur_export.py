@@ -18,8 +18,9 @@ from dooly_backend.errors import InputError
 from dooly_backend.exporters import exporter_names, get_exporter
 from dooly_backend.regression.latency import LatencyModel
 from shims import vidur
+from shims.common import repository_name
 from shims.vidur.mapping import MLP_OPS
-from shims.vidur.model import Dimensions, dimensions_of, kv_blocks, vidur_name
+from shims.vidur.model import Dimensions, dimensions_of, kv_blocks
 from shims.vidur.ranges import LAYOUTS, Layout
 from shims.vidur.tables import COPIES
 
@@ -111,9 +112,9 @@ def test_kv_blocks_of_a_known_device(model: LatencyModel) -> None:
 
 
 def test_names_in_paths() -> None:
-    assert vidur_name("meta-llama/Llama-3.1-8B") == "meta-llama/Llama-3.1-8B"
-    assert vidur_name("/tmp/some folder/my model") == "some-folder/my-model"
-    assert vidur_name("model") == "local/model"
+    assert repository_name("meta-llama/Llama-3.1-8B") == "meta-llama/Llama-3.1-8B"
+    assert repository_name("/tmp/some folder/my model") == "some-folder/my-model"
+    assert repository_name("model") == "local/model"
 
 
 # -- files --------------------------------------------------------------------

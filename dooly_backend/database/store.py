@@ -14,7 +14,7 @@ when the file cannot be read or written.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -137,17 +137,22 @@ class Database:
         configuration it was measured from. Raises InputError for samples that
         are no times, ValueError for a point that does not suit the signature.
         """
-        columns = rows.measurement_columns(measurement)
         with self._writing():
-            key = self._settle(signature, environment_id, measurement.point)
-            if self._exists("measurement", key):
-                if not replace:
-                    return False
-                self._delete("measurement", key)
-            self._delete("skipped_point", key)
-            columns |= key | {"configuration_id": configuration_id}
-            self._execute(insertion("measurement", columns), columns)
-        return True
+            return self._record(signature, environment_id, measurement, configuration_id, replace)
+
+    def record_all(
+        self,
+        signature: Signature,
+        environment_id: int,
+        measurements: Iterable[Measurement],
+        configuration_id: int | None = None,
+    ) -> int:
+        """Store those that are new, in one transaction, as `record` does; how many they were."""
+        with self._writing():
+            return sum(
+                self._record(signature, environment_id, measurement, configuration_id, False)
+                for measurement in measurements
+            )
 
     def skip(
         self, signature: Signature, environment_id: int, point: WorkloadPoint, reason: str
@@ -351,6 +356,25 @@ class Database:
             (configuration_id,),
         )
         return [rows.occurrence_of(row) for row in found]
+
+    def _record(
+        self,
+        signature: Signature,
+        environment_id: int,
+        measurement: Measurement,
+        configuration_id: int | None,
+        replace: bool,
+    ) -> bool:
+        columns = rows.measurement_columns(measurement)
+        key = self._settle(signature, environment_id, measurement.point)
+        if self._exists("measurement", key):
+            if not replace:
+                return False
+            self._delete("measurement", key)
+        self._delete("skipped_point", key)
+        columns |= key | {"configuration_id": configuration_id}
+        self._execute(insertion("measurement", columns), columns)
+        return True
 
     def _settle(self, signature: Signature, environment_id: int, point: WorkloadPoint) -> dict:
         """The key of a (signature, environment, point), with its parents added."""

@@ -145,7 +145,7 @@ class VllmEngine(Engine):
             "enforce_eager": options.execution_mode == "eager",
             "enable_prefix_caching": False,
             "kv_cache_memory_bytes": kv_cache_bytes(whole, layers, on_gpu=_on_gpu()),
-            "hf_overrides": _shortened(options.model.hf_config, stage.start + layers),
+            "hf_overrides": _shortened(options.model.hf_config, whole, stage.start + layers),
             "max_num_seqs": options.max_num_seqs,
             "max_num_batched_tokens": options.max_num_batched_tokens,
             "kv_cache_dtype": options.kv_cache_dtype,
@@ -506,12 +506,18 @@ def _sample_by_module(runner: Any) -> None:
         runner.sampler = Sampler(runner.sampler)
 
 
-def _shortened(hf_config: Mapping[str, Any], layers: int) -> dict[str, Any]:
-    """Overrides that leave the first `layers` layers of the model."""
+def _shortened(
+    hf_config: Mapping[str, Any], whole: Mapping[str, Any], layers: int
+) -> dict[str, Any]:
+    """Overrides that leave the first `layers` layers of the model.
+
+    Lists of `hf_config` are taken from the completed configuration: overrides
+    come after transformers has renamed layers ("mamba" to "linear_attention").
+    """
     overrides: dict[str, Any] = {"num_hidden_layers": layers}
     for name in ("layer_types", "layers_block_type"):
         if hf_config.get(name):
-            overrides[name] = list(hf_config[name])[:layers]
+            overrides[name] = list(whole.get(name) or hf_config[name])[:layers]
     return overrides
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import lru_cache
+from heapq import heappop, heappush
 from itertools import count
 from typing import Any
 
@@ -32,7 +33,8 @@ class StepBuilder:
 
     `block_sizes` has one entry per KV-cache group (tokens per block);
     `num_blocks` is the size of the pool they share. Block 0 is vLLM's null
-    block and never used.
+    block and never used. The lowest free blocks come first, so that equal batches
+    hold equal blocks: recurrent layers pass the number of a request's block around.
     """
 
     block_sizes: tuple[int, ...]
@@ -40,12 +42,12 @@ class StepBuilder:
     vocab_size: int
     max_model_len: int
     _ids: Any = field(default_factory=count)
-    _free: list[int] = field(default_factory=list)
+    _free: list[int] = field(default_factory=list)  # a heap
     _held: list[LiveRequest] = field(default_factory=list)
     _finished: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self._free = list(range(self.num_blocks - 1, 0, -1))
+        self._free = list(range(1, self.num_blocks))
 
     def admit(self, batch: Batch, room: int = 0) -> Any:
         """A SchedulerOutput that starts every request of `batch`.
@@ -92,7 +94,8 @@ class StepBuilder:
             self._held.remove(live)
             self._finished.add(live.id)
             for blocks in live.blocks:
-                self._free += blocks
+                for block in blocks:
+                    heappush(self._free, block)
 
     def farewell(self) -> Any:
         """An empty SchedulerOutput that tells the runner which requests have finished."""
@@ -108,7 +111,7 @@ class StepBuilder:
                 f"the KV cache has {len(self._free)} free blocks and the batch needs more: "
                 "measure smaller batches or give the engine more memory"
             )
-        blocks = tuple([self._free.pop() for _ in range(n)] for n in needed)
+        blocks = tuple([heappop(self._free) for _ in range(n)] for n in needed)
         live = LiveRequest(f"dooly-{next(self._ids)}", request.context, 0, blocks)
         self._held.append(live)
         return live

@@ -7,7 +7,7 @@ by place, since their operations are other objects.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dooly_backend.engines import Engine
@@ -28,7 +28,6 @@ class StepCover:
     `idle` are the entries that the step does not run.
     """
 
-    batch: str
     kernels: int
     gaps: tuple[str, ...]
     doubles: tuple[str, ...]
@@ -40,17 +39,13 @@ class StepCover:
         return not self.gaps and not self.doubles
 
 
-def step_cover(engine: Engine, entries: Iterable[Entry], batch: Batch) -> StepCover:
-    """Run one step of `batch` and find every kernel's entry."""
-    roots = forest(recorded(engine, batch))
-    return cover_of([node for root in roots for node in root.walk()], tuple(entries), batch.key)
-
-
-def cover_of(nodes: Iterable[Node], entries: Sequence[Entry], batch: str) -> StepCover:
-    """How `entries` cover the kernels of the module calls `nodes`."""
-    kernels, gaps, doubles = 0, [], []
+def step_cover(step: Trace, entries: Sequence[Entry]) -> StepCover:
+    """How `entries` cover the kernels of a step (see `recorded`), whichever they come from."""
+    kernels = 0
+    gaps: list[str] = []
+    doubles: list[str] = []
     met: set[int] = set()
-    for node in nodes:
+    for node in (node for root in forest(step) for node in root.walk()):
         for op in node.kernels:
             kernels += 1
             found = [i for i, entry in enumerate(entries) if covers(entry, node, op)]
@@ -59,7 +54,7 @@ def cover_of(nodes: Iterable[Node], entries: Sequence[Entry], batch: str) -> Ste
                 (doubles if found else gaps).append(f"{op.name} in {op.path or 'the model'}")
     idle = [entry for i, entry in enumerate(entries) if i not in met]
     return StepCover(
-        batch, kernels, tuple(gaps), tuple(doubles), tuple(e.path or "the model" for e in idle)
+        kernels, tuple(gaps), tuple(doubles), tuple(e.path or "the model" for e in idle)
     )
 
 

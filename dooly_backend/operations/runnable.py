@@ -83,11 +83,20 @@ def resolve(trace: Trace, engine: Engine, prefer_operations: bool | None = None)
     """
     if prefer_operations is None:
         prefer_operations = engine.environment.device_kind == "cuda"
-    roots = forest(trace)
-    nodes = [node for root in roots for node in root.walk()]
-    outcomes = _try_calls(trace, engine, nodes)
+    return resolve_from(trace, engine, tried(trace, engine), prefer_operations)
+
+
+def tried(trace: Trace, engine: Engine) -> Outcomes:
+    """What runs again of the pass, and how: the same whatever granularity is preferred."""
+    return _try_calls(trace, engine, _nodes(trace))
+
+
+def resolve_from(
+    trace: Trace, engine: Engine, outcomes: Outcomes, prefer_operations: bool
+) -> RunnableSet:
+    """The runnable set that `outcomes` allow. Raises TraceError as `resolve` does."""
     entries: list[Entry] = []
-    for root in roots:
+    for root in forest(trace):
         found = _resolve(root, outcomes, prefer_operations, engine.moe)
         if found is None:
             raise TraceError(
@@ -97,8 +106,12 @@ def resolve(trace: Trace, engine: Engine, prefer_operations: bool | None = None)
         entries += found
     entries.sort(key=lambda entry: entry.position)
     result = RunnableSet(tuple(entries))
-    check_cover(nodes, result)
+    check_cover(_nodes(trace), result)
     return result
+
+
+def _nodes(trace: Trace) -> list[Node]:
+    return [node for root in forest(trace) for node in root.walk()]
 
 
 def check_cover(nodes: Sequence[Node], runnable: RunnableSet) -> None:
@@ -117,7 +130,7 @@ def check_cover(nodes: Sequence[Node], runnable: RunnableSet) -> None:
 
 
 @dataclass(frozen=True)
-class _Outcomes:
+class Outcomes:
     """What running each call again gave: how it ran, or why it did not."""
 
     ran: Mapping[Key, Outcome]
@@ -127,7 +140,7 @@ class _Outcomes:
         return self.failed.get(key, "it was not called")
 
 
-def _try_calls(trace: Trace, engine: Engine, nodes: Sequence[Node]) -> _Outcomes:
+def _try_calls(trace: Trace, engine: Engine, nodes: Sequence[Node]) -> Outcomes:
     """Run every module and every kernel operation of the pass again, at two other sizes.
 
     What a call needs at either size, it needs: one that fails at one size cannot run.
@@ -151,7 +164,7 @@ def _try_calls(trace: Trace, engine: Engine, nodes: Sequence[Node]) -> _Outcomes
                     ran[key] = "with context"
                 else:
                     dead.add(key)
-    return _Outcomes({key: how for key, how in ran.items() if key not in dead}, failed)
+    return Outcomes({key: how for key, how in ran.items() if key not in dead}, failed)
 
 
 def _other_sizes(trace: Trace) -> list[tuple[int, int]]:
@@ -181,7 +194,7 @@ def _ordinal(node: Node, op: Operation) -> int:
 
 
 def _resolve(
-    node: Node, outcomes: _Outcomes, prefer_operations: bool, routed: Collection[str]
+    node: Node, outcomes: Outcomes, prefer_operations: bool, routed: Collection[str]
 ) -> list[Entry] | None:
     """Entries that cover `node`, or None when its caller must."""
     operations = tuple(node.all_operations())
@@ -207,7 +220,7 @@ def _resolve(
 
 
 def _finer(
-    node: Node, outcomes: _Outcomes, prefer_operations: bool, routed: Collection[str]
+    node: Node, outcomes: Outcomes, prefer_operations: bool, routed: Collection[str]
 ) -> tuple[list[Entry] | None, str]:
     """Entries finer than the module, or None and the reason for keeping it whole."""
     if node.path in routed:

@@ -18,6 +18,7 @@ database.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -50,6 +51,10 @@ _IDENTITY = frozenset(
         "tp_rank",
     }
 )
+#: The place in a tensor that an operation takes; recurrent layers take the block of a request's
+#: state, which the engine hands out. Written as "@".
+_SELECT, _SELECT_SCALARS = "aten::select.int", 2
+
 _Attribute = int | float | bool | str | None
 
 
@@ -61,7 +66,7 @@ def signature_of(entry: Entry, trace: Trace, engine: Engine) -> Signature:
         "name": entry.name,
         # Collectives are not timed: what is measured is the same with and without them.
         "operations": [
-            _operation(op, trace.formulas.get(op.index, ()))
+            _operation(op, trace.formulas.get(op.index, ()), entry.stateful)
             for op in entry.operations
             if not is_collective(op)
         ],
@@ -133,22 +138,42 @@ def _is_place(value: str, path: str) -> bool:
     return "." in value and (value in path or layer_of(value) is not None)
 
 
-def _operation(op: Operation, formulas: Sequence[Affine | None]) -> list[Any]:
+def _operation(
+    op: Operation, formulas: Sequence[Affine | None], stateful: bool = False
+) -> list[Any]:
     remaining = iter(formulas or [None] * len(list(op.dims())))
 
     def dim(size: Dim) -> Any:
         return _dim(size, next(remaining))
 
     def tensor(spec: TensorSpec) -> list[Any]:
-        layout = "contiguous" if spec.is_contiguous else "strided"
-        return [spec.dtype, layout, [dim(d) for d in spec.dims]]
+        return [spec.dtype, _layout(spec, stateful), [dim(d) for d in spec.dims]]
 
-    return [
-        op.name,
-        [tensor(t) for t in op.inputs],
-        [tensor(t) for t in op.outputs],
-        [dim(d) for d in op.scalars],
-    ]
+    inputs = [tensor(t) for t in op.inputs]
+    outputs = [tensor(t) for t in op.outputs]
+    scalars = [dim(d) for d in op.scalars]
+    if stateful and op.name == _SELECT and len(scalars) == _SELECT_SCALARS:
+        scalars[-1] = "@"
+    return [op.name, inputs, outputs, scalars]
+
+
+def _layout(spec: TensorSpec, stateful: bool) -> str:
+    """Whether the tensor is dense, or for a stateful module at least its rows are.
+
+    The query of most models is a slice of the QKV projection, that of a model
+    with QK-norm a tensor of its own. Attention steps from token to token by the
+    stride that it is given, and takes as long.
+    """
+    if spec.is_contiguous or (stateful and _has_dense_rows(spec)):
+        return "contiguous"
+    return "strided"
+
+
+def _has_dense_rows(spec: TensorSpec) -> bool:
+    """Whether only the rows, one for each token or request, are apart."""
+    rest = TensorSpec(spec.dims[1:], spec.dtype, spec.strides[1:])
+    row = math.prod(dim.size for dim in rest.dims)
+    return spec.dims[0].label.from_request and rest.is_contiguous and spec.strides[0] >= row
 
 
 def _dim(dim: Dim, formula: Affine | None) -> Any:

@@ -21,9 +21,9 @@ class Regime:
     """How often a call is timed, and when its samples are good enough.
 
     A sample whose call lost its processor to another process is taken again, up
-    to `attempts` times. A point is timed again, up to `rounds` times, while its
-    median exceeds `spread` times its lower quartile; it is marked unstable if it
-    stays so.
+    to `attempts` times, unless that happens all the time. A point is timed
+    again, up to `rounds` times, while its median exceeds `spread` times its lower
+    quartile; it is marked unstable if it stays so.
     """
 
     repeats: int = 7
@@ -87,7 +87,7 @@ def measure(
             if key not in settled or spread(samples) < spread(settled[key]):
                 settled[key] = samples
         pending = [key for key in pending if spread(settled[key]) > regime.spread]
-        if not pending or round_number == regime.rounds - 1:
+        if not pending or round_number == regime.rounds - 1 or not timer.is_calm:
             break
     return {
         key: Measurement(key[1], tuple(samples), unstable=key in pending)
@@ -108,6 +108,8 @@ def _sample(
             sample = _call_as_in_a_step(engine, timer, subject, arguments)
         if not sample.disturbed:
             return sample.us
+        if not timer.is_calm:
+            return min(quickest, sample.us)
         quickest = min(quickest, sample.us)
     return quickest
 

@@ -130,6 +130,12 @@ def profile(
         host_adds = engine.environment.device_kind == "cpu"
         if host_adds and database.step_cost(configuration_id, environment_id) is None:
             _measure_steps(engine, timer, database, (configuration_id, environment_id), progress)
+    if counts["points"] and not timer.is_calm:
+        log.warning(
+            "this host is busy: most calls lost their processor while they were timed; "
+            "measure again when it is calm (delete %s first), or leave a core free (--threads)",
+            database.path,
+        )
     return ProfileResult(
         model=engine.configuration.model,
         operations=len(trace.operations),

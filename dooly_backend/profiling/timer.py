@@ -11,6 +11,7 @@ import resource
 import statistics
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,9 @@ from dooly_backend.engines import Engine
 
 Call = Callable[[], Any]
 
+#: Samples that tell whether the host is calm.
+_RECENT = 48
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -34,6 +38,9 @@ class Sample:
 
 class Timer(ABC):
     """Times one call at a time, on one device."""
+
+    #: Whether taking a disturbed sample again is worth while.
+    is_calm: bool = True
 
     @abstractmethod
     def flush(self) -> None:
@@ -50,12 +57,24 @@ class CpuTimer(Timer):
     def __init__(self, cache_bytes: int | None = None) -> None:
         size = 2 * (cache_bytes or last_level_cache())
         self._buffer = torch.ones(max(size, 1 << 24) // 8, dtype=torch.int64)
+        self._recent: deque[bool] = deque(maxlen=_RECENT)
 
     def flush(self) -> None:
         self._buffer.sum()
 
     def time(self, call: Call) -> Sample:
-        return wall_time(call)
+        sample = wall_time(call)
+        self._recent.append(sample.disturbed)
+        return sample
+
+    @property
+    def is_calm(self) -> bool:  # type: ignore[override]
+        """Whether most of the recent samples were undisturbed.
+
+        On a host where others take the processor all the time, samples taken
+        again are disturbed again.
+        """
+        return len(self._recent) < _RECENT or sum(self._recent) < _RECENT // 2
 
 
 class CudaTimer(Timer):

@@ -16,8 +16,7 @@ from dooly_backend.config import hardware_for
 from dooly_backend.database.records import Configuration, Environment
 from dooly_backend.errors import InputError
 
-from ..common import csv_text, latest, write
-from ..vidur.model import vidur_name as repository_name
+from ..common import csv_text, latest, repository_name, write
 from .costs import LayerCosts
 from .grids import Grids
 from .options import LLMServingSimOptions

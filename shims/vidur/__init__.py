@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dooly_backend.errors import InputError
 from dooly_backend.exporters import Manifest, new_folder, write_manifest
 from dooly_backend.regression.latency import LatencyModel
 
+from ..common import belonging_together
 from .costs import StepCosts
 from .launcher import SCRATCH, enough_blocks, write_launcher
 from .layout import write_tables
@@ -36,7 +36,8 @@ class VidurExporter:
     ) -> Manifest:
         """Write the tables, the launcher and the manifest into `out`. Raises InputError."""
         chosen = VidurOptions.parse(options)
-        all_costs = _ordered(models)
+        # One file holds one of everything: Vidur blends rows that differ in nothing it looks at.
+        all_costs = [StepCosts(model) for model in belonging_together(models, "Vidur")]
         costs = all_costs[0]
         configuration = costs.model.configuration
         degree = all_costs[-1].model.configuration.tensor_parallel
@@ -58,38 +59,6 @@ class VidurExporter:
 
 #: For `dooly_backend.exporters`, where nothing is installed.
 EXPORTERS = {VidurExporter.name: VidurExporter}
-
-
-def _ordered(models: Sequence[LatencyModel]) -> list[StepCosts]:
-    """Costs by rising tensor parallelism. Raises InputError for models that do not belong together.
-
-    One file holds one model on one device with one attention backend: Vidur
-    blends rows that differ in nothing that it looks at.
-    """
-    if not models:
-        raise InputError("nothing to export: give at least one model")
-    ordered = sorted(models, key=lambda model: model.configuration.tensor_parallel)
-    for what in ("model", "engine", "backend", "dtype", "kv_cache_dtype", "block_size"):
-        values = sorted({str(getattr(model.configuration, what)) for model in ordered})
-        if len(values) > 1:
-            raise InputError(
-                f"one export holds one {what}, not {' and '.join(values)}: choose one of them"
-            )
-    devices = sorted({model.environment.device for model in ordered})
-    if len({model.environment.digest for model in ordered}) > 1:
-        raise InputError(
-            f"one export holds one environment, not several ({', '.join(devices)}): "
-            "choose one with --environment"
-        )
-    degrees = [model.configuration.tensor_parallel for model in ordered]
-    if len(set(degrees)) < len(degrees):
-        raise InputError(f"tensor parallel degrees must differ, not {degrees}")
-    if any(model.configuration.pipeline_parallel > 1 for model in ordered):
-        raise InputError(
-            "Vidur divides the layers into pipeline stages itself: "
-            "export the configuration with pipeline_parallel 1"
-        )
-    return [StepCosts(model) for model in ordered]
 
 
 def _blocks(

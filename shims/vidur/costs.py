@@ -9,6 +9,7 @@ whole model on one tensor-parallel rank.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,11 +17,11 @@ from typing import Any
 
 from dooly_backend.database.records import Occurrence
 from dooly_backend.regression.latency import LatencyModel
-from dooly_backend.workload import Batch, WorkloadPoint
+from dooly_backend.workload import Batch
 
+from ..times import EXTRAPOLATED, INTERPOLATED, MEASURED, what_matters
 from .mapping import ALL_REDUCE, ATTENTION, MLP_OPS, STEP, Assignment, assign
 
-MEASURED, INTERPOLATED, EXTRAPOLATED = "measured", "interpolated", "extrapolated"
 _SOURCES = (MEASURED, INTERPOLATED, EXTRAPOLATED)  # worse ones later
 
 
@@ -84,7 +85,11 @@ class StepCosts:
     def __init__(self, model: LatencyModel) -> None:
         self.model = model
         self.assignments = assign(model.occurrences)
-        self._cells: dict[tuple[str, str], Cell] = {}
+        self._homes: dict[str, list[Assignment]] = defaultdict(list)
+        for assignment in self.assignments:
+            self._homes[assignment.home].append(assignment)
+        self._cells: dict[tuple[str, object], Cell] = {}
+        self._tokens: dict[int, Cell] = {}
         self._requests: dict[int, Cell] = {}
 
     @property
@@ -103,8 +108,7 @@ class StepCosts:
 
     def occurrence(self, occurrence: Occurrence, batch: Batch) -> Cell:
         """All runs of `occurrence` in one step."""
-        point = WorkloadPoint.of(occurrence.signature.kind, batch).key
-        key = (occurrence.signature.hash, point)
+        key = (occurrence.signature.hash, what_matters(occurrence.signature.kind, batch))
         if key not in self._cells:
             latency = self.model.occurrence(occurrence, batch)
             source = MEASURED if latency.measured else INTERPOLATED
@@ -125,7 +129,7 @@ class StepCosts:
         return total(self.occurrence(a.occurrence, batch) for a in self.of_home(home))
 
     def of_home(self, home: str) -> list[Assignment]:
-        return [a for a in self.assignments if a.home == home]
+        return self._homes.get(home, [])
 
     def shown(self, column: str, batch: Batch) -> Cell:
         """What a column that Vidur does not read shows besides."""
@@ -134,8 +138,11 @@ class StepCosts:
 
     def tokens(self, count: int) -> Cell:
         """T: every operation that depends on the number of tokens."""
-        batch = Batch.prefill(count)
-        return total(self.home(home, batch) for home in (*MLP_OPS, ALL_REDUCE))
+        if count not in self._tokens:
+            batch = Batch.prefill(count)
+            homes = (*MLP_OPS, ALL_REDUCE)
+            self._tokens[count] = total(self.home(home, batch) for home in homes)
+        return self._tokens[count]
 
     def attention(self, batch: Batch) -> Cell:
         return self.home(ATTENTION, batch)

@@ -7,10 +7,12 @@ import hashlib
 import io
 import json
 import lzma
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..common import cell_text as _text
+from ..common import write
 from .model import Device, Dimensions
 from .ranges import Layout
 from .tables import Row, Tables, network_columns
@@ -50,7 +52,7 @@ def _write_repo(folder: Path, tables: Tables, dimensions: Dimensions, device: De
     }
     texts = _texts(tables)
     for name, text in zip(flags.values(), texts.values(), strict=True):
-        _write(folder / name, text.encode())
+        write(folder / name, text.encode())
     return Placement(flags, {})
 
 
@@ -82,11 +84,11 @@ def _write_dataset(folder: Path, label: str, config: dict[str, str], texts: dict
     revision = hashlib.sha256(content).hexdigest()[:_REVISION_LENGTH]
     name = f"{label}-{revision[:12]}"
     root = folder / f"datasets--{_ORGANISATION}--{name}"
-    _write(root / "refs" / "main", revision.encode())
+    write(root / "refs" / "main", revision.encode())
     snapshot = root / "snapshots" / revision
-    _write(snapshot / "config.json", (json.dumps(config, indent=2) + "\n").encode())
+    write(snapshot / "config.json", (json.dumps(config, indent=2) + "\n").encode())
     for file, text in texts.items():
-        _write(snapshot / file, lzma.compress(text.encode(), preset=1))
+        write(snapshot / file, lzma.compress(text.encode(), preset=1))
     return f"{_ORGANISATION}/{name}"
 
 
@@ -105,15 +107,16 @@ def _csv(rows: Sequence[Row], columns: Sequence[str] = ()) -> str:
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow(columns)
-    writer.writerows([_text(row[column]) for column in columns] for row in rows)
+    writer.writerows(_lines(rows, columns))
     return buffer.getvalue()
 
 
-def _text(value: object) -> str:
-    # Nine digits: far below any measurement, and the same on every machine.
-    return f"{value:.9g}" if isinstance(value, float) else str(value)
-
-
-def _write(path: Path, content: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content)
+def _lines(rows: Sequence[Row], columns: Sequence[str]) -> Iterator[list[str]]:
+    """The cells of each row as text; copies, which differ in the last column alone, at once."""
+    known: list[object] = []
+    texts: list[str] = []
+    for row in rows:
+        *values, copy = [row[column] for column in columns]
+        if values != known:
+            known, texts = values, [_text(value) for value in values]
+        yield [*texts, _text(copy)]

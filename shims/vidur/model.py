@@ -11,6 +11,7 @@ from dooly_backend.config import hardware_for
 from dooly_backend.database.records import Configuration, Environment, Occurrence
 from dooly_backend.errors import InputError
 
+from ..common import repository_name
 from .mapping import EXPERT_PATHS, GATED_PATHS, any_path
 
 #: Of a device whose figures nobody gave. Vidur needs some; `notes` say which are made up.
@@ -64,7 +65,7 @@ def dimensions_of(configuration: Configuration, occurrences: Sequence[Occurrence
         )
     expanded = _size(config, "intermediate_size", "ffn_dim", "n_inner", "moe_intermediate_size")
     return Dimensions(
-        name=vidur_name(configuration.model),
+        name=repository_name(configuration.model),
         layers=configuration.num_layers,
         heads=heads,
         kv_heads=int(config.get("num_key_value_heads") or heads),
@@ -136,15 +137,6 @@ def _parameters(dimensions: Dimensions) -> int:
     feed_forward = (3 if dimensions.gated else 2) * dimensions.expanded
     layers = dimensions.layers * dimensions.hidden * (attention + feed_forward)
     return layers + 2 * dimensions.vocabulary * dimensions.hidden
-
-
-def vidur_name(model: str) -> str:
-    """`model` as Vidur uses it in paths: ORG/NAME."""
-    parts = [re.sub(r"[^A-Za-z0-9._-]+", "-", part).strip("-.") for part in model.split("/")]
-    parts = [part for part in parts if part]
-    if not parts:
-        raise InputError(f"the model's name {model!r} has no letters to make a path of")
-    return "/".join(parts[-2:]) if len(parts) > 1 else f"local/{parts[0]}"
 
 
 def slug(text: str) -> str:
