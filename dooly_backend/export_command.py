@@ -7,6 +7,7 @@ a line of help.
 from __future__ import annotations
 
 import logging
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dooly_backend import console
-from dooly_backend.errors import InputError
+from dooly_backend.errors import CheckFailed, InputError
 
 if TYPE_CHECKING:
     from dooly_backend.database import Database
+    from dooly_backend.export_tables import ExportTables
     from dooly_backend.exporters import Exporter
     from dooly_backend.regression.latency import LatencyModel
 
@@ -102,7 +104,22 @@ def _list_formats(ctx: click.Context, _parameter: click.Parameter, wanted: bool)
     help="Tensor-parallel size; may be repeated. [default: all that are measured]",
 )
 @click.option("--backend", metavar="NAME", help="The attention backend, where there are several.")
-@console.output_option("The folder to write; a new or empty one, or an earlier export.", True)
+@console.output_option("The folder to write; a new or empty one, or an earlier export.")
+@click.option(
+    "--check",
+    "earlier",
+    metavar="OLD_DIR",
+    type=click.Path(path_type=Path),
+    help="Compare with an earlier export: exit code 1 where a time moved. Needs no -o.",
+)
+@click.option(
+    "--threshold",
+    type=click.FloatRange(min=0),
+    metavar="PERCENT",
+    default=5.0,
+    show_default=True,
+    help="The largest change that --check lets pass.",
+)
 @console.json_option
 @click.option(
     "--formats",
@@ -119,7 +136,9 @@ def export(
     environment: str | None,
     degrees: tuple[int, ...],
     backend: str | None,
-    out: Path,
+    out: Path | None,
+    earlier: Path | None,
+    threshold: float,
     as_json: bool,
     **options: str | None,
 ) -> None:
@@ -133,21 +152,74 @@ def export(
     Examples:
       dooly export --to vidur -o vidur-profiles
       dooly export --to vidur --model Qwen/Qwen3-8B --layout pypi -o vidur-profiles
+      dooly export --to vidur --check vidur-profiles --threshold 10
       dooly export --formats
     """
     from dooly_backend.database import Database
     from dooly_backend.exporters import get_exporter
 
+    if out is None and earlier is None:
+        context = click.get_current_context()
+        parameter = next(p for p in context.command.params if p.name == "out")
+        raise click.MissingParameter(ctx=context, param=parameter)
     exporter = get_exporter(format_name)
     chosen = _chosen(options)
+    old = _earlier_export(earlier, format_name, out) if earlier else None
     with Database.open(db, read_only=True) as database:
         models = load_models(database, model, environment, degrees, backend=backend)
+    if earlier is not None and old is not None:
+        _check(exporter, models, chosen, old, earlier, out, threshold, as_json)
+        return
+    assert out is not None  # else there is an earlier one to check
     manifest = exporter.export(models, out, chosen)
     if as_json:
         console.print_json({**manifest, "out": str(out)})
         return
     click.echo(f"wrote {len(manifest['files'])} files to {out}")
     click.echo(f"run: cd {out} && {manifest['command']}")
+
+
+def _earlier_export(earlier: Path, format_name: str, out: Path | None) -> ExportTables:
+    """What --check compares with, read before anything is written. Raises InputError."""
+    from dooly_backend.export_tables import read_export
+
+    if not earlier.is_dir():
+        raise InputError(f"there is no earlier export {earlier}: write one with -o first")
+    if out is not None and out.resolve() == earlier.resolve():
+        raise InputError(f"{out} would replace what it is checked against: give another -o")
+    old = read_export(earlier)
+    if old.manifest.get("format") != format_name:
+        raise InputError(
+            f"{earlier} is of format {old.manifest.get('format')!r}, not {format_name!r}"
+        )
+    return old
+
+
+def _check(
+    exporter: Exporter,
+    models: Sequence[LatencyModel],
+    options: Mapping[str, Any],
+    old: ExportTables,
+    earlier: Path,
+    out: Path | None,
+    threshold: float,
+    as_json: bool,
+) -> None:
+    """Export, compare, print. Raises CheckFailed where something moved."""
+    from dooly_backend.export_check import check_comparable, compare
+    from dooly_backend.export_tables import read_export
+
+    with tempfile.TemporaryDirectory(prefix="dooly-export-") as scratch:
+        folder = out or Path(scratch) / "export"
+        check_comparable(old.manifest, exporter.export(models, folder, options), earlier)
+        change = compare(old, read_export(folder), threshold)
+    if as_json:
+        console.print_json({**change.as_json(), "out": str(out) if out else None})
+    else:
+        console.show(change)
+    if not change.ok:
+        moved = ", ".join(item.operation for item in change.moved)
+        raise CheckFailed(f"beyond {threshold:g}% and the noise of the tables: {moved}")
 
 
 def _chosen(options: Mapping[str, str | None]) -> dict[str, Any]:

@@ -10,9 +10,7 @@ from dooly_backend.engines.base import copied, hooks
 from dooly_backend.engines.paths import ModuleStack
 from dooly_backend.engines.vllm import VllmEngine
 from dooly_backend.operations.tree import Node, forest
-from dooly_backend.tracing.modes import DispatchTracer, Labeller
-from dooly_backend.tracing.trace import STEP, CheckResult, ModuleRecord, Operation, Trace
-from dooly_backend.workload import Batch
+from dooly_backend.tracing.trace import STEP, Operation, Trace
 
 LAYERS = 3  # of the session's engine
 ATTENTION = tuple(f"model.layers.{i}.self_attn.attn" for i in range(LAYERS))
@@ -22,23 +20,6 @@ def state(engine: VllmEngine) -> tuple[int, int, int]:
     """Free KV blocks, requests that the runner knows, requests in its batch."""
     runner = engine._runner
     return len(engine._steps._free), len(runner.requests), runner.input_batch.num_reqs
-
-
-def recorded(engine: VllmEngine, batch: Batch) -> Trace:
-    """An unlabelled trace of one step of any batch."""
-    stack = ModuleStack(engine.modules)
-    tracer = DispatchTracer(stack, Labeller({}), engine.operation_bodies, None, label=False)
-    with stack.tracking(), tracer.active():
-        engine.step(batch)
-    return Trace(
-        model=engine.configuration.model,
-        num_tokens=batch.num_tokens,
-        num_reqs=batch.num_reqs,
-        layers=engine.num_layers,
-        modules=tuple(ModuleRecord(*entry) for entry in stack.entered),
-        operations=tuple(tracer.operations),
-        check=CheckResult(0, 0, 0, 0),
-    )
 
 
 def inside_modules(trace: Trace) -> list[Operation]:

@@ -12,10 +12,11 @@ import pytest
 
 pytest.importorskip("torch")
 
-from engine_helpers import LAYERS, inside_modules, recorded
+from engine_helpers import LAYERS, inside_modules
 
 from dooly_backend.engines.vllm import VllmEngine
 from dooly_backend.errors import InputError, TraceError
+from dooly_backend.operations.cover import recorded
 from dooly_backend.tracing import sizes as sizes_module
 from dooly_backend.tracing import tracer
 from dooly_backend.tracing.labels import MODEL_CONFIG, NUM_REQS, NUM_TOKS

@@ -12,13 +12,14 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
-from engine_helpers import ATTENTION, LAYERS, inside_modules, leaf_paths, live_outputs, recorded
+from engine_helpers import ATTENTION, LAYERS, inside_modules, leaf_paths, live_outputs
 from engine_helpers import state as state_of
 from torch.utils._pytree import tree_leaves
 
 from dooly_backend.engines.base import copied, hooks
 from dooly_backend.engines.vllm import VllmEngine
 from dooly_backend.errors import EngineError
+from dooly_backend.operations.cover import recorded
 from dooly_backend.tracing.trace import Trace
 from dooly_backend.workload import Batch
 

@@ -56,6 +56,13 @@ def test_hf_model_diff_overlooks_what_is_no_architecture_parameter():
     assert names(hf_model_diff(CORPUS)) == ["a b c", "", "", "a e", "a b f"]
 
 
+def test_a_head_size_that_follows_from_others_is_no_difference():
+    explicit = workload("explicit", "a", num_key_value_heads=32, head_dim=128)
+    assert names(hf_model_diff([workload("implicit", "a b"), explicit])) == ["a b", ""]
+    wider = workload("wider", "a", head_dim=256)
+    assert names(hf_model_diff([workload("implicit", "a b"), wider])) == ["a b", "a"]
+
+
 def test_dooly_measures_every_signature_once():
     assert names(dooly(CORPUS)) == ["a b c", "", "d", "e", "f"]
 

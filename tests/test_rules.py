@@ -62,7 +62,10 @@ class Run:
 
     def _checked(self, name: str, function: Rule) -> Rule:
         def wrapped(call: Call) -> list[Shape]:
-            shapes = [tuple(shape) for shape in function(call)]
+            try:
+                shapes = [tuple(shape) for shape in function(call)]
+            except Exception as error:  # the tracer would fall back to shape matching
+                raise AssertionError(f"{name} fails: {error!r}") from error
             sizes = [tuple(d.size for d in shape) for shape in shapes]
             assert sizes == list(call.outputs), f"{name} gives {sizes}, really {call.outputs}"
             self.used.add(name)

@@ -12,14 +12,15 @@ import pytest
 
 pytest.importorskip("torch")
 
-from engine_helpers import ATTENTION, LAYERS, nodes, recorded
+from engine_helpers import ATTENTION, LAYERS, nodes
 
 from dooly_backend.engines.base import CapturedCall
 from dooly_backend.engines.vllm import VllmEngine
 from dooly_backend.errors import TraceError
 from dooly_backend.operations import runnable as runnable_module
+from dooly_backend.operations.cover import recorded, step_cover
 from dooly_backend.operations.runnable import HOST_TIME, Entry, RunnableSet, check_cover, resolve
-from dooly_backend.operations.tree import Node, any_layer, forest, is_structural, layer_of
+from dooly_backend.operations.tree import any_layer, forest, is_structural, layer_of
 from dooly_backend.tracing.labels import Dim
 from dooly_backend.tracing.trace import CheckResult, ModuleRecord, Operation, TensorSpec, Trace
 from dooly_backend.workload import Batch
@@ -28,15 +29,6 @@ from dooly_backend.workload import Batch
 @pytest.fixture(scope="module")
 def by_operation(engine: VllmEngine, trace: Trace) -> RunnableSet:
     return resolve(trace, engine, prefer_operations=True)
-
-
-def covers(entry: Entry, node: Node, op: Operation) -> bool:
-    """Whether an entry of another trace covers a kernel of this one, by its place."""
-    if entry.ordinal is None:
-        inside = entry.path == "" or node.path == entry.path
-        return inside or node.path.startswith(f"{entry.path}.")
-    top = runnable_module._outermost(node, op)
-    return entry.key == (node.path, runnable_module._ordinal(node, top))
 
 
 # -- a real model ---------------------------------------------------------------
@@ -49,13 +41,30 @@ def test_every_kernel_of_any_step_lies_under_one_entry(
 ) -> None:
     """The set is found on a mixed step: prefills alone and decodes alone have no other kernels."""
     entries = (by_operation if finer else runnable).entries
-    kernels = 0
-    for node in nodes(recorded(engine, Batch.parse(key))):
-        for op in node.kernels:
-            kernels += 1
-            found = [entry for entry in entries if covers(entry, node, op)]
-            assert len(found) == 1, (node.path, op.name)
-    assert kernels > 100
+    cover = step_cover(recorded(engine, Batch.parse(key)), entries)
+    assert cover.is_exact
+    assert (cover.gaps, cover.doubles, cover.idle) == ((), (), ())
+    assert cover.kernels > 100
+
+
+def test_a_step_shows_what_is_missing_and_what_is_there_twice() -> None:
+    """The traced step itself, under its own entries with one taken away or doubled."""
+    whole = made_up(OPERATIONS)
+    first = Entry("block.first", None, "Linear", "Linear", (OPERATIONS[0],), False)
+    add = Entry("block", 2, "aten::add", "Block", (OPERATIONS[5],), False)
+    rest = Entry("block.second", None, "Linear", "Linear", (OPERATIONS[7],), False)
+    custom = Entry("block", 1, "vllm::custom", "Block", tuple(OPERATIONS[2:5]), False)
+    cover = step_cover(whole, [first, custom, add, rest])
+    assert cover.is_exact
+    assert cover.kernels == 5
+    cover = step_cover(whole, [first, first, custom, rest])
+    assert cover.doubles == ("aten::mul in block.first",)
+    assert cover.gaps == ("aten::add in block",)
+    other = Entry("block", 2, "aten::sub", "Block", (OPERATIONS[5],), False)
+    elsewhere = Entry("sampler", None, "Sampler", "Sampler", (OPERATIONS[5],), False)
+    cover = step_cover(whole, [first, custom, other, rest, elsewhere])
+    assert cover.gaps == ("aten::add in block",)  # another operation at its place
+    assert cover.idle == ("block", "sampler")
 
 
 @pytest.mark.parametrize("finer", [False, True], ids=["modules", "operations"])

@@ -147,7 +147,7 @@ def test_nothing_of_the_request_or_the_machine(signed: Signed, trace: Trace) -> 
 def test_what_it_says_of_a_projection(signed: Signed) -> None:
     (found,) = {s.canonical for s in signed.values() if s.name == "QKVParallelLinear"}
     value = json.loads(found)
-    assert value["attributes"]["output_size"] == 960
+    assert value["attributes"]["output_size_per_partition"] == 960
     assert value["stateful"] == {}
     assert set(value["kernels"]) == {"capability", "architecture", "libraries"}
     assert value["kernels"]["libraries"]
@@ -360,3 +360,36 @@ def test_modules_inside_count_too(where: str) -> None:
 
 def test_every_entry_is_signed(runnable: RunnableSet, signed: Signed) -> None:
     assert tuple(signed) == runnable.entries
+
+
+# -- of stateful modules --------------------------------------------------------
+
+
+def stateful_hash(strides: tuple[int, ...], name: str = "aten::mul", place: int = 3) -> Signature:
+    """The signature of a stateful module with one operation on (T, 576) and two integers."""
+    engine = FakeEngine(leaf=SimpleNamespace())
+    engine.stateful = frozenset({"leaf"})
+    spec = TensorSpec((Dim(107, TOKENS), Dim(576, MODEL)), "bfloat16", strides)
+    op = Operation(0, "leaf", name, (spec,), (), (Dim(0), Dim(place)))
+    formulas = {0: (T, constant(576), constant(0), constant(place))}
+    trace = Trace("x", 107, 11, 1, (), (op,), CheckResult(0, 0, 0, 0), formulas)
+    entry = Entry("leaf", None, "Leaf", "Leaf", (op,), stateful=True)
+    return signature_of(entry, trace, engine)  # type: ignore[arg-type]
+
+
+def test_stateful_modules_step_over_what_lies_between_rows() -> None:
+    """Attention is handed a slice of the projection, or with QK-norm a tensor of its own."""
+    dense = stateful_hash((576, 1))
+    assert stateful_hash((960, 1)) == dense
+    assert stateful_hash((1, 107)) != dense  # transposed: no row is dense
+    assert stateful_hash((1152, 2)) != dense
+
+
+def test_stateful_modules_may_take_any_place() -> None:
+    """The block of a request's state has a number, which the engine hands out."""
+    taken = stateful_hash((576, 1), "aten::select.int", 3)
+    assert stateful_hash((576, 1), "aten::select.int", 4) == taken
+    assert json.loads(taken.canonical)["operations"][0][3] == [0, "@"]
+    assert stateful_hash((576, 1), "aten::sum.dim", 3) != stateful_hash(
+        (576, 1), "aten::sum.dim", 4
+    )

@@ -148,11 +148,9 @@ class Database:
         configuration_id: int | None = None,
     ) -> int:
         """Store those that are new, in one transaction, as `record` does; how many they were."""
+        rest = (configuration_id, False)
         with self._writing():
-            return sum(
-                self._record(signature, environment_id, measurement, configuration_id, False)
-                for measurement in measurements
-            )
+            return sum(self._record(signature, environment_id, m, *rest) for m in measurements)
 
     def skip(
         self, signature: Signature, environment_id: int, point: WorkloadPoint, reason: str
@@ -358,12 +356,8 @@ class Database:
         return [rows.occurrence_of(row) for row in found]
 
     def _record(
-        self,
-        signature: Signature,
-        environment_id: int,
-        measurement: Measurement,
-        configuration_id: int | None,
-        replace: bool,
+        self, signature: Signature, environment_id: int, measurement: Measurement,
+        configuration_id: int | None, replace: bool,
     ) -> bool:
         columns = rows.measurement_columns(measurement)
         key = self._settle(signature, environment_id, measurement.point)

@@ -54,4 +54,5 @@ def completed(hf_config: Mapping[str, Any]) -> dict[str, Any]:
         log.debug("transformers does not complete this %s config: %s", model_type, error)
         return dict(hf_config)
     text = whole.get("text_config")
-    return {**whole, **text} if isinstance(text, dict) else whole
+    # A class may know a value under another name (GPT-2's n_layer): the given one stays.
+    return {**hf_config, **whole, **(text if isinstance(text, dict) else {})}

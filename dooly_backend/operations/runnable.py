@@ -9,13 +9,14 @@ dropped, so that every kernel lies under exactly one entry.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from dooly_backend.database.records import Granularity
-from dooly_backend.engines import Engine
+from dooly_backend.engines import CapturedCall, Engine
 from dooly_backend.errors import TraceError
 from dooly_backend.operations.capture import Key, captured
+from dooly_backend.operations.inputs import generated
 from dooly_backend.operations.tree import Node, forest
 from dooly_backend.tracing.sizes import traced_batch
 from dooly_backend.tracing.trace import Operation, Trace
@@ -34,7 +35,9 @@ class Entry:
     """A call to measure: one operation, or a module with all below it.
 
     `operations` are the trace's operations that it covers, `reason` says why
-    it is not finer (empty for operations).
+    it is not finer (empty for operations). An operation was run with arguments
+    made from labels and formulas, or for the reason in `captured` with those of
+    a step.
     """
 
     path: str
@@ -44,6 +47,7 @@ class Entry:
     operations: tuple[Operation, ...]
     stateful: bool
     reason: str = ""
+    captured: str = ""
 
     @property
     def key(self) -> Key:
@@ -135,6 +139,7 @@ class Outcomes:
 
     ran: Mapping[Key, Outcome]
     failed: Mapping[Key, str]
+    captured: Mapping[Key, str]  # why an operation's arguments could not be made
 
     def reason(self, key: Key) -> str:
         return self.failed.get(key, "it was not called")
@@ -146,15 +151,25 @@ def _try_calls(trace: Trace, engine: Engine, nodes: Sequence[Node]) -> Outcomes:
     What a call needs at either size, it needs: one that fails at one size cannot run.
     """
     keys: list[Key] = [(node.path, None) for node in nodes]
+    tops: dict[Key, Operation] = {}
     for node in nodes:
-        keys += [(node.path, _ordinal(node, _outermost(node, op))) for op in node.kernels]
+        for top, ordinal in (place(node, op) for op in node.kernels):
+            tops[node.path, ordinal] = top
+    keys += tops
     ran: dict[Key, Outcome] = {}
     failed: dict[Key, str] = {}
+    captured_: dict[Key, str] = {}
     dead: set[Key] = set()
     for tokens, requests in _other_sizes(trace):
         with captured(engine, traced_batch(tokens, requests), keys) as calls:
             for call in calls:
                 key = call.path, call.ordinal
+                if key in tops:
+                    why = _made_and_run(trace, engine, tops[key], (tokens, requests), call)
+                    if why is None:
+                        ran.setdefault(key, "alone")
+                        continue
+                    captured_[key] = why
                 alone = _error(engine, call, None)
                 if alone is None:
                     ran.setdefault(key, "alone")
@@ -164,7 +179,20 @@ def _try_calls(trace: Trace, engine: Engine, nodes: Sequence[Node]) -> Outcomes:
                     ran[key] = "with context"
                 else:
                     dead.add(key)
-    return Outcomes({key: how for key, how in ran.items() if key not in dead}, failed)
+    alive = {key: how for key, how in ran.items() if key not in dead}
+    return Outcomes(alive, failed, captured_)
+
+
+def _made_and_run(
+    trace: Trace, engine: Engine, op: Operation, size: tuple[int, int], call: CapturedCall
+) -> str | None:
+    """Why `op` does not run alone with arguments made for a step of `size`, None when it does."""
+    try:
+        made = (call.args, call.kwargs)
+        args, kwargs = generated(op, trace.formulas.get(op.index, ()), *size, made)
+    except TraceError as error:
+        return str(error)
+    return _error(engine, replace(call, args=args, kwargs=kwargs), None)
 
 
 def _other_sizes(trace: Trace) -> list[tuple[int, int]]:
@@ -243,7 +271,15 @@ def _finer(
             continue
         covered = tuple(o for o in node.operations if o is top or _outermost(node, o) is top)
         entries.append(
-            Entry(node.path, key[1], top.name, node.record.module_class, covered, stateful=False)
+            Entry(
+                node.path,
+                key[1],
+                top.name,
+                node.record.module_class,
+                covered,
+                stateful=False,
+                captured=outcomes.captured.get(key, ""),
+            )
         )
     return entries, ""
 

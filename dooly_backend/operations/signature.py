@@ -8,10 +8,13 @@ The canonical serialisation is JSON (sorted keys, no spaces) of
 
 (and "routing" with the experts of a rank and top-k for mixture-of-experts layers).
 
-A tensor is ``[dtype, layout, [dims]]``. A dimension is its value where the
-model or the code decides it, an affine text such as "T" or "9*T+1" where the
-request does, and "E" where the size of an engine buffer does (also as the
-constant of such a text: "40*R+E"); "T^8" is T rounded up to a multiple of 8.
+A tensor is ``[dtype, layout, [dims]]``; in stateful modules one with dense rows
+counts as contiguous. A dimension is its value where the model or the code
+decides it, an affine text such as "T" or "9*T+1" where the request does, and
+"E" where the size of an engine buffer does (also as the constant of such a
+text: "40*R+E"); "T^8" is T rounded up to a multiple of 8. "@" is a place that a
+stateful module takes. docs/operations.md has an example to recompute by hand.
+
 The signature is the SHA-256 of that text, so anyone can recompute it from the
 database.
 """
@@ -60,18 +63,19 @@ _Attribute = int | float | bool | str | None
 
 def signature_of(entry: Entry, trace: Trace, engine: Engine) -> Signature:
     """The signature of a runnable entry."""
+    stateful = entry.path in engine.stateful
     value = {
         "schema": SCHEMA,
         "granularity": entry.granularity,
         "name": entry.name,
         # Collectives are not timed: what is measured is the same with and without them.
         "operations": [
-            _operation(op, trace.formulas.get(op.index, ()), entry.stateful)
+            _operation(op, trace.formulas.get(op.index, ()), stateful)
             for op in entry.operations
             if not is_collective(op)
         ],
         "attributes": _attributes(entry, engine),
-        "stateful": engine.stateful_identity(entry.path) if entry.path in engine.stateful else {},
+        "stateful": engine.stateful_identity(entry.path) if stateful else {},
         "kernels": engine.kernel_identity(),
     }
     layer = engine.moe.get(entry.path)

@@ -75,9 +75,7 @@ class Node:
     @cached_property
     def kernels(self) -> tuple[Operation, ...]:
         """Leaf operations directly in this call that run a kernel of this device alone."""
-        kernels = [
-            op for op in self.operations if not is_structural(op) and not is_collective(op)
-        ]
+        kernels = [op for op in self.operations if not is_structural(op) and not is_collective(op)]
         # A custom operation whose body runs nothing visible runs what the
         # dispatcher does not see: a Triton kernel. It is the leaf itself.
         entered = {op.parent for op in kernels}

@@ -71,11 +71,20 @@ def hf_diff(corpus: Sequence[Workload]) -> list[list[Item]]:
 def hf_model_diff(corpus: Sequence[Workload]) -> list[list[Item]]:
     """A configuration is reused when backend and architecture parameters match."""
 
-    def architecture(workload: Workload) -> str:
-        fields = {name: workload.hf_config.get(name) for name in ARCHITECTURE_FIELDS}
-        return canonical_json([workload.backend, fields])
+    def key(workload: Workload) -> str:
+        return canonical_json([workload.backend, architecture(workload.hf_config)])
 
-    return _by_configuration(corpus, architecture)
+    return _by_configuration(corpus, key)
+
+
+def architecture(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """The architecture parameters of a config; what it leaves out is what follows from others."""
+    found = {name: hf_config.get(name) for name in ARCHITECTURE_FIELDS}
+    heads = found["num_attention_heads"]
+    if heads:
+        found["num_key_value_heads"] = found["num_key_value_heads"] or heads
+        found["head_dim"] = found["head_dim"] or (found["hidden_size"] or 0) // heads
+    return found
 
 
 def dooly(corpus: Sequence[Workload]) -> list[list[Item]]:

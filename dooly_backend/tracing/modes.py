@@ -8,6 +8,7 @@ integers a call was made with.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,16 +18,17 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from dooly_backend.engines.paths import ModuleStack
 from dooly_backend.errors import TraceError
-from dooly_backend.tracing.call import Call, TensorShape, preserve
+from dooly_backend.tracing.call import Call, Rule, TensorShape, preserve
 from dooly_backend.tracing.integers import LabelledInt, label_of
 from dooly_backend.tracing.labels import LITERAL, NONE, Dim, Label, Shape
 from dooly_backend.tracing.rules import MAPPING
 from dooly_backend.tracing.sources import tensor_key
 from dooly_backend.tracing.trace import Operation, TensorSpec
+
+log = logging.getLogger(__name__)
 
 _ATTRIBUTE = "_dooly_shape"
 _numbers = count()
@@ -129,13 +131,39 @@ class FunctionTracer(TorchFunctionMode):
 _SHAPE = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
 
 
+def _leaves(tree: Any) -> list[Any]:
+    """What a call's arguments hold, containers opened: torch's pytree takes half of a pass."""
+    found: list[Any] = []
+    _add_leaves(tree, found)
+    return found
+
+
+def _add_leaves(tree: Any, found: list[Any]) -> None:
+    if isinstance(tree, (list, tuple)):
+        for item in tree:
+            _add_leaves(item, found)
+    elif isinstance(tree, dict):
+        for item in tree.values():
+            _add_leaves(item, found)
+    else:
+        found.append(tree)
+
+
+def _mapped(function: Callable[[Any], Any], tree: Any) -> Any:
+    """`tree` with every leaf replaced; lists, tuples and dicts stay what they are."""
+    if isinstance(tree, (list, tuple)):
+        items = [_mapped(function, item) for item in tree]
+        return items if isinstance(tree, list) else tuple(items)
+    if isinstance(tree, dict):
+        return {key: _mapped(function, item) for key, item in tree.items()}
+    return function(tree)
+
+
 def _integers(tree: Any) -> Iterator[Dim]:
     """Every integer of a call, in order; slices are opened."""
-    for leaf in tree_leaves(tree):
+    for leaf in _leaves(tree):
         if isinstance(leaf, slice):
             yield from _integers((leaf.start, leaf.stop, leaf.step))
-        elif isinstance(leaf, torch.Size):
-            yield from _integers(tuple(leaf))
         elif isinstance(leaf, int) and not isinstance(leaf, bool):
             yield Dim(int(leaf), label_of(leaf))
 
@@ -171,17 +199,17 @@ class DispatchTracer(TorchDispatchMode):
         kwargs = kwargs or {}
         name = f"{func.namespace}::{func.__name__}"
         with torch._C.DisableTorchFunction():
-            shaped_args, shaped_kwargs = self._shapes((args, kwargs))
-            call = self._call(name, shaped_args, shaped_kwargs)
+            leaves = _leaves((args, kwargs))
+            call = self._call(name, args, kwargs)
             index = len(self.operations)
             self.operations.append(
                 Operation(
                     index,
                     self._stack.path,
                     name,
-                    self._tensors((args, kwargs)),
+                    self._tensors(leaves),
                     (),
-                    self._scalars(call, (args, kwargs)),
+                    self._scalars(call, leaves),
                     self._parents[-1] if self._parents else None,
                     self._stack.call,
                 )
@@ -192,13 +220,15 @@ class DispatchTracer(TorchDispatchMode):
         else:
             result = acceptable(func(*args, **kwargs))
         with torch._C.DisableTorchFunction():
-            outputs = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
+            outputs = [t for t in _leaves(result) if isinstance(t, torch.Tensor)]
             if self._label and outputs:
-                self._stamp_outputs(call, (args, kwargs), outputs)
+                self._stamp_outputs(call, leaves, outputs)
             self.operations[index] = replace(self.operations[index], outputs=self._tensors(outputs))
         return result
 
     def _call(self, name: str, args: Any, kwargs: Any) -> Call:
+        if self._label:
+            args, kwargs = _mapped(self._shaped, (args, kwargs))
         return Call(
             name.split(".")[0],
             args,
@@ -218,7 +248,7 @@ class DispatchTracer(TorchDispatchMode):
         are given back first.
         """
         if self._label:
-            args, kwargs = tree_map(
+            args, kwargs = _mapped(
                 lambda leaf: _relabelled(call, leaf) if type(leaf) is int else leaf, (args, kwargs)
             )
         self._parents.append(index)
@@ -240,7 +270,7 @@ class DispatchTracer(TorchDispatchMode):
 
     def _stamp_outputs(self, call: Call, arguments: Any, outputs: list[torch.Tensor]) -> None:
         """Label the outputs by the operation's rule, or else by shape."""
-        given = [id(t) for t in tree_leaves(arguments) if isinstance(t, torch.Tensor)]
+        given = {id(leaf) for leaf in arguments}
         call = replace(call, outputs=tuple(tuple(t.size()) for t in outputs))
         shapes = self._ruled(call)
         for tensor, shape in zip(outputs, shapes, strict=True):
@@ -256,42 +286,51 @@ class DispatchTracer(TorchDispatchMode):
         elif rules.mapping:
             if not (rules.preserving or rules.forced):
                 _refuse_unknown(call)
-            shapes = [tuple(shape) for shape in mapping(call)]
-            # A rule that computes another size is wrong for this call;
-            # shape matching is never wrong about sizes.
-            return [
-                shape
-                if tuple(d.size for d in shape) == sizes
-                else preserve(replace(call, outputs=(sizes,)))[0]
-                for shape, sizes in zip(shapes, call.outputs, strict=True)
-            ]
+            return _checked(mapping, call)
         return [tuple(Dim(size) for size in sizes) for sizes in call.outputs]
 
-    def _shapes(self, tree: Any) -> Any:
-        return tree_map(
-            lambda leaf: self._labeller.shape(leaf) if isinstance(leaf, torch.Tensor) else leaf,
-            tree,
-        )
+    def _shaped(self, leaf: Any) -> Any:
+        return self._labeller.shape(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
-    def _scalars(self, call: Call, tree: Any) -> tuple[Dim, ...]:
+    def _scalars(self, call: Call, leaves: list[Any]) -> tuple[Dim, ...]:
         """Integer arguments. Pointers are left out: they differ from run to run."""
         values = [
             int(leaf)
-            for leaf in tree_leaves(tree)
+            for leaf in leaves
             if isinstance(leaf, int) and not isinstance(leaf, bool) and abs(leaf) < 2**40
         ]
         return tuple(call.given(value) if self._label else Dim(value) for value in values)
 
-    def _tensors(self, tree: Any) -> tuple[TensorSpec, ...]:
+    def _tensors(self, leaves: list[Any]) -> tuple[TensorSpec, ...]:
         return tuple(
             TensorSpec(
                 tuple(self._labeller.shape(t)),
                 str(t.dtype).removeprefix("torch."),
                 tuple(t.stride()),
             )
-            for t in tree_leaves(tree)
+            for t in leaves
             if isinstance(t, torch.Tensor)
         )
+
+
+def _checked(mapping: Rule, call: Call) -> list[Shape]:
+    """What a rule gives, where it gives the real sizes: shape matching is never wrong there."""
+    try:
+        shapes = [tuple(shape) for shape in mapping(call)]
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        # A form of the call that the rule does not know; the check judges the labels.
+        log.warning("the rule of %s does not fit a call of it: %r", call.name, error)
+        return preserve(call)
+    fits = [tuple(d.size for d in shape) for shape in shapes] == list(call.outputs)
+    return shapes if fits else _mended(shapes, call)
+
+
+def _mended(shapes: list[Shape], call: Call) -> list[Shape]:
+    """`shapes` with those replaced that do not have the real sizes."""
+    right = {tuple(d.size for d in shape): shape for shape in shapes}
+    return [
+        right.get(sizes, other) for sizes, other in zip(call.outputs, preserve(call), strict=True)
+    ]
 
 
 def acceptable(result: Any) -> Any:

@@ -3,8 +3,10 @@
     python -m integration.benchmarks.export [--tp 1 --tp 2] [-o export.json]
 
 The database is a FIXTURE: real configs, times from the formulas of the tests.
-The time counts reading the database and writing all files. Exit code 1 where it
-is above ``--limit`` seconds, or where a second export differs in a byte.
+Seconds are processor time of this process, which runs on one core: on a machine
+of its own they are what a clock shows. They count reading the database and
+writing all files. Exit code 1 where they are more than ``--limit``, or where a
+second export differs in a byte.
 """
 
 from __future__ import annotations
@@ -65,7 +67,9 @@ def main(
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         database = make_database(folder / "latency.db", degrees)
+        start = time.perf_counter()
         first = export_all(database, folder / "first", chosen)
+        clock = time.perf_counter() - start
         second = export_all(database, folder / "second", chosen)
         differing = differences(folder / "first", folder / "second")
     result = {
@@ -74,9 +78,10 @@ def main(
         "machine": platform.machine(),
         "models": len(MODELS),
         "degrees": list(degrees),
-        "seconds": {name: round(seconds, 2) for name, seconds in first.items()},
-        "total_seconds": round(sum(first.values()), 2),
-        "repeated_seconds": round(sum(second.values()), 2),
+        "cpu_seconds": {name: round(seconds, 2) for name, seconds in first.items()},
+        "total_cpu_seconds": round(sum(first.values()), 2),
+        "clock_seconds": round(clock, 2),
+        "repeated_cpu_seconds": round(sum(second.values()), 2),
         "limit_seconds": limit,
         "byte_identical": not differing,
     }
@@ -90,8 +95,8 @@ def main(
             click.echo(f"{name}: {value}")
     if differing:
         raise CheckFailed(f"a second export differs in {len(differing)} files: {differing[0]}")
-    if result["total_seconds"] > limit:
-        raise CheckFailed(f"{result['total_seconds']:g} s is more than {limit:g} s")
+    if result["total_cpu_seconds"] > limit:
+        raise CheckFailed(f"{result['total_cpu_seconds']:g} s is more than {limit:g} s")
 
 
 def make_database(path: Path, degrees: Sequence[int]) -> Path:

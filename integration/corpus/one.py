@@ -1,6 +1,6 @@
 """What one case would measure, as one line of JSON.
 
-Usage: python -m integration.corpus.one INDEX
+Usage: python -m integration.corpus.one NAME
 """
 
 from __future__ import annotations
@@ -142,4 +142,5 @@ def stateful(engine: Engine, runnable: RunnableSet) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(measure(CASES[int(sys.argv[1])])) + "\n")
+    wanted = next(case for case in CASES if case.name == sys.argv[1])
+    sys.stdout.write(json.dumps(measure(wanted)) + "\n")

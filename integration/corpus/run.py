@@ -1,10 +1,12 @@
 """What each planner would measure of the paper's corpora, one engine per process.
 
-Usage: python -m integration.corpus.run [NAME ...] [--out FOLDER] [--timeout SECONDS] [--again]
+Usage: python -m integration.corpus.run [NAME ...] [--out FOLDER] [--timeout SECONDS]
+           [--again] [--tables] [--png PLOTLY_JS]
 
 A NAME is a part of a case's name; without any, all run. What is in
 FOLDER/models already is kept, unless --again is given: a run that is stopped
-goes on where it was. `--tables` only rebuilds the tables and the plot.
+goes on where it was. --tables only rebuilds the tables and the plot; --png
+draws the plot too, with chromium and the plotly.js that it names.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from integration.corpus.corpora import CASES, Case, find
+from integration.corpus.plot import HEIGHT, png
+from integration.corpus.table import write
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -31,6 +35,7 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=900)
     parser.add_argument("--again", action="store_true")
     parser.add_argument("--tables", action="store_true")
+    parser.add_argument("--png", type=Path, metavar="PLOTLY_JS")
     arguments = parser.parse_args()
     models = arguments.out / "models"
     models.mkdir(parents=True, exist_ok=True)
@@ -48,15 +53,15 @@ def main() -> int:
             f"{time.monotonic() - start:.0f} s",
             flush=True,
         )
-    from integration.corpus.table import write
-
-    write(results(models), arguments.out)
+    page, charts = write(results(models), arguments.out)
+    if arguments.png:
+        png(page, arguments.png, charts * HEIGHT + 40)
     return 1 if failed else 0
 
 
 def run(case: Case, timeout: float) -> dict[str, Any]:
     """One case in a process of its own."""
-    command = [sys.executable, "-m", "integration.corpus.one", str(CASES.index(case))]
+    command = [sys.executable, "-m", "integration.corpus.one", case.name]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     try:
         done = subprocess.run(

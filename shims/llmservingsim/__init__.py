@@ -54,3 +54,12 @@ class LLMServingSimExporter:
 
 #: For `dooly_backend.exporters`, where nothing is installed.
 EXPORTERS = {LLMServingSimExporter.name: LLMServingSimExporter}
+
+
+def _importer() -> Any:
+    from .importer import LLMServingSimImporter  # pandas takes a second to import
+
+    return LLMServingSimImporter()
+
+
+IMPORTERS = {"llmservingsim": _importer}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from dooly_backend.workload import Batch
 
@@ -96,13 +96,22 @@ class LLMServingSimRules:
             min(architecture.experts_per_token, architecture.experts),
             expert_parallelism(architecture.experts, self._degree),
         )
-        local = routing.tokens(tokens)
-        if local == 0:
-            return 0
-        columns = sorted(self._moe)
-        low, high, share = _bracket(columns, routing.active(tokens))
-        lower = _along(self._moe[low], local)
-        return max(1, int(_between(lower, _along(self._moe[high], local), share)))
+        return _moe_ns(self._moe, routing, tokens)
+
+
+def moe_lookup(rows: Iterable[Row]) -> Callable[[Routing, int], int]:
+    """The simulator's look-up in rows of moe.csv: nanoseconds by routing and a step's tokens."""
+    table = _moe(rows)
+    return lambda routing, tokens: _moe_ns(table, routing, tokens)
+
+
+def _moe_ns(table: Mapping[int, Line], routing: Routing, tokens: int) -> int:
+    local = routing.tokens(tokens)
+    if local == 0:
+        return 0
+    low, high, share = _bracket(sorted(table), routing.active(tokens))
+    lower = _along(table[low], local)
+    return max(1, int(_between(lower, _along(table[high], local), share)))
 
 
 def _lines(rows: Iterable[Row]) -> dict[str, Line]:

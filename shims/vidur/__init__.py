@@ -61,6 +61,15 @@ class VidurExporter:
 EXPORTERS = {VidurExporter.name: VidurExporter}
 
 
+def _importer() -> Any:
+    from .importer import VidurImporter  # pandas takes a second to import
+
+    return VidurImporter()
+
+
+IMPORTERS = {"vidur": _importer}
+
+
 def _blocks(
     costs: StepCosts,
     dimensions: Dimensions,

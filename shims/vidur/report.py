@@ -10,6 +10,7 @@ from typing import Any
 from dooly_backend.exporters import Manifest
 from dooly_backend.workload import Batch
 
+from ..common import common_entries
 from .costs import StepCosts
 from .launcher import SCRIPT
 from .mapping import MLP_OPS, STEP
@@ -35,7 +36,7 @@ def build_manifest(
 ) -> Manifest:
     """Everything but the files' digests, which are added when they are written."""
     costs = all_costs[0]
-    configuration, environment = costs.model.configuration, costs.model.environment
+    configuration = costs.model.configuration
     rules = VidurRules(
         tables, layout, ranges.granularity, costs.layers, configuration.tensor_parallel
     )
@@ -47,23 +48,11 @@ def build_manifest(
     return {
         "format": "vidur",
         "layout": layout,
-        "model": configuration.model,
+        **common_entries([c.model for c in all_costs]),
         "vidur_model": dimensions.name,
-        "device": environment.device,
         "vidur_device": device.name,
         "vidur_network_device": device.network,
-        "environment": {
-            "digest": environment.digest,
-            "device_kind": environment.device_kind,
-            "engine": environment.engine,
-            "engine_version": environment.engine_version,
-            "facts": environment.facts,
-        },
-        "configurations": [c.model.configuration.digest for c in all_costs],
-        "attention_backend": configuration.backend,
-        "block_size": configuration.block_size,
         "kv_blocks": {"number": kv_blocks[0], "source": kv_blocks[1]},
-        "tensor_parallel": [c.model.configuration.tensor_parallel for c in all_costs],
         "command": f"python {SCRIPT}",
         "unit": "milliseconds per layer and tensor-parallel rank",
         "ranges": {
