@@ -291,6 +291,23 @@ def test_alone_fails_at_one_size_and_everything_at_the_other(
     assert entries_of(Refusing(*dead), monkeypatch) == [(*BLOCK, False)]
 
 
+def test_nothing_inside_a_routed_module_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stays whole, and what is inside may not bear to be called."""
+    engine = Refusing()
+    engine.moe = {"block": None}
+    tried: list[Any] = []
+
+    def captured(engine: Refusing, batch: Batch, keys: Collection[Any]) -> Any:
+        tried.extend(keys)
+        return Refusing.captured(engine, engine, batch, keys)
+
+    monkeypatch.setattr(runnable_module, "captured", captured)
+    found = resolve(made_up(OPERATIONS), engine, True)  # type: ignore[arg-type]
+    (entry,) = found.entries
+    assert (entry.path, entry.reason) == ("block", runnable_module.ROUTING)
+    assert set(tried) == {("", None), BLOCK}
+
+
 def test_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     places = (FIRST, SECOND, BLOCK, ("", None))
     dead = [(place, how) for place in places for how in ("alone", "context")]

@@ -53,6 +53,11 @@ def insertion(table: str, columns: Columns, conflict: str = "") -> str:
     return f"{statement} ON CONFLICT {conflict}" if conflict else statement
 
 
+def matching(key: Columns) -> str:
+    """A condition with named parameters: every column of `key` has its value."""
+    return " AND ".join(f"{name} = :{name}" for name in key)
+
+
 def environment_columns(environment: Environment) -> Columns:
     return {
         "digest": environment.digest,

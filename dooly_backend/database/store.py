@@ -31,14 +31,13 @@ from dooly_backend.database.records import (
     StepCost,
     StepMeasurement,
 )
-from dooly_backend.database.rows import insertion
+from dooly_backend.database.rows import insertion, matching
 from dooly_backend.errors import DatabaseError, InputError
 from dooly_backend.workload import WorkloadPoint
 
 BUILTIN = "builtin:"
 
-# Points in the order in which one reads a curve.
-_POINT_ORDER = "p.num_tokens, p.num_reqs, p.id"
+_POINT_ORDER = "p.num_tokens, p.num_reqs, p.id"  # as one reads a curve
 
 
 class Database:
@@ -340,11 +339,11 @@ class Database:
         return found.fetchone()["id"]
 
     def _exists(self, table: str, key: dict) -> bool:
-        found = self._execute(f"SELECT 1 FROM {table} WHERE {_matching(key)}", key)
+        found = self._execute(f"SELECT 1 FROM {table} WHERE {matching(key)}", key)
         return found.fetchone() is not None
 
     def _delete(self, table: str, key: dict) -> None:
-        self._execute(f"DELETE FROM {table} WHERE {_matching(key)}", key)
+        self._execute(f"DELETE FROM {table} WHERE {matching(key)}", key)
 
     def _occurrences(self, configuration_id: int) -> list[Occurrence]:
         found = self._execute(
@@ -356,8 +355,12 @@ class Database:
         return [rows.occurrence_of(row) for row in found]
 
     def _record(
-        self, signature: Signature, environment_id: int, measurement: Measurement,
-        configuration_id: int | None, replace: bool,
+        self,
+        signature: Signature,
+        environment_id: int,
+        measurement: Measurement,
+        configuration_id: int | None,
+        replace: bool,
     ) -> bool:
         columns = rows.measurement_columns(measurement)
         key = self._settle(signature, environment_id, measurement.point)
@@ -394,7 +397,3 @@ class Database:
                 f"({stored.granularity}, {stored.kind}), not as {signature.name} "
                 f"({signature.granularity}, {signature.kind}): profile into a new --db"
             )
-
-
-def _matching(key: dict) -> str:
-    return " AND ".join(f"{name} = :{name}" for name in key)

@@ -8,7 +8,7 @@ dropped, so that every kernel lies under exactly one entry.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -92,7 +92,22 @@ def resolve(trace: Trace, engine: Engine, prefer_operations: bool | None = None)
 
 def tried(trace: Trace, engine: Engine) -> Outcomes:
     """What runs again of the pass, and how: the same whatever granularity is preferred."""
-    return _try_calls(trace, engine, _nodes(trace))
+    nodes = [node for root in forest(trace) for node in _tried_nodes(root, engine.moe)]
+    return _try_calls(trace, engine, nodes)
+
+
+def _tried_nodes(node: Node, routed: Collection[str]) -> Iterator[Node]:
+    """The calls at or below `node`, but nothing inside a routed one, which stays whole.
+
+    vLLM's shared experts would keep the result of a call of their own for the
+    next step, and stop it.
+    """
+    if node.path in routed:
+        yield replace(node, children=(), operations=())
+        return
+    yield node
+    for child in node.children:
+        yield from _tried_nodes(child, routed)
 
 
 def resolve_from(

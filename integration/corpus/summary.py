@@ -22,6 +22,7 @@ class Figures:
     granularity: str
     workloads: tuple[Workload, ...]
     missing: tuple[str, ...]  # cases without a result
+    calls: int  # in one step of each full model
 
     @property
     def signatures(self) -> int:
@@ -62,7 +63,14 @@ def figures(corpus: Corpus, results: Results, granularity: str = "module") -> Fi
         granularity,
         tuple(_workload(results[case.name], results[case.name][name]) for case in ran),
         tuple(case.name for case in corpus.cases if case not in ran),
+        sum(_calls(results[case.name], granularity) for case in ran),
     )
+
+
+def _calls(result: Mapping[str, Any], granularity: str) -> int:
+    if granularity == "operation":
+        return int(result["operation_occurrences"])
+    return sum(count for _, _, count in result["occurrences"])
 
 
 def _workload(result: Mapping[str, Any], signatures: Mapping[str, Any]) -> Workload:

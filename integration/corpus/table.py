@@ -176,8 +176,8 @@ def _corpus(found: Figures) -> list[str]:
     name = f"{found.corpus.title}, {found.granularity}s"
     lines = [f"## {name}", ""]
     lines += [
-        f"{len(found.workloads)} configurations, {found.signatures} signatures, "
-        f"{found.unique} unique."
+        f"{len(found.workloads)} configurations, {found.calls} calls, "
+        f"{found.signatures} signatures, {found.unique} unique."
     ]
     if found.granularity == "module":
         lines += [f"The paper's: {found.corpus.paper}."]
