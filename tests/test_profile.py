@@ -37,7 +37,7 @@ from dooly_backend.profiling.profiler import (
     subject_of,
 )
 from dooly_backend.profiling.sweep import sweep_points
-from dooly_backend.profiling.timer import Sample
+from dooly_backend.profiling.timer import Sample, Timer
 from dooly_backend.regression.latency import LatencyModel
 from dooly_backend.workload import Batch, WorkloadPoint
 from shims.vidur.costs import StepCosts
@@ -374,7 +374,7 @@ def test_a_call_that_the_step_does_not_run() -> None:
 # -- how it is timed ------------------------------------------------------------
 
 
-class Script:
+class Script(Timer):
     """An engine and a timer that write down what happens.
 
     Samples come from a list; negative ones are disturbed.
@@ -569,3 +569,14 @@ def test_vidurs_tables_add_up_to_the_step(model: LatencyModel, layout: Layout) -
     assert statistics.fmean(map(abs, errors)) < 0.01
     # Vidur rounds contexts; of sixteen short ones it makes a little more than they are.
     assert max(map(abs, errors)) < 0.02
+
+
+def test_on_a_busy_host_nothing_is_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = Script([-5.0, -6.0, -7.0])
+    monkeypatch.setattr(script, "is_calm", False)
+    call = CapturedCall("a", lambda: None, (), {}, None, 0)
+    point = WorkloadPoint("tokens", num_tokens=1)
+    regime = Regime(repeats=3, warmups=0)
+    found = measure(script, script, {("h", point): Subject(call, None, call)}, regime)
+    assert found["h", point].samples_us == (5.0, 6.0, 7.0)
+    assert not script.samples
