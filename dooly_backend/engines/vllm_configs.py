@@ -50,7 +50,8 @@ def completed(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     values = {key: value for key, value in hf_config.items() if key != "model_type"}
     try:
         whole = CONFIG_MAPPING[model_type](**values).to_dict()
-    except (ValueError, TypeError, KeyError) as error:
+    except Exception as error:
+        # Whatever its checks raise: vLLM meets the same next and says it in a line of its own.
         log.debug("transformers does not complete this %s config: %s", model_type, error)
         return dict(hf_config)
     text = whole.get("text_config")
