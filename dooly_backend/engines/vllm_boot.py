@@ -132,4 +132,12 @@ def one_line(error: BaseException) -> str:
     text = reasons[0].removeprefix("Value error, ") if reasons else (lines or [repr(error)])[0]
     if text.endswith(":") and len(lines) > 1:  # "Class validation error for ...:"
         text = lines[1].removeprefix("ValueError: ")
-    return text.split(" [type=")[0]
+    return _shortened_text(text.split(" [type=")[0])
+
+
+def _shortened_text(text: str, longest: int = 400) -> str:
+    """The whole sentences that fit: vLLM adds all 300 architectures to one it does not know."""
+    if len(text) <= longest:
+        return text
+    whole, _, _ = text[:longest].rpartition(". ")
+    return f"{whole}." if whole else f"{text[:longest]}..."

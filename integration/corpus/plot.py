@@ -89,6 +89,7 @@ def layout(found: Figures) -> dict[str, Any]:
     title = (
         f"{found.corpus.title}: {found.signatures} signatures, {found.unique} unique, "
         f"{saved:.0f}% less to measure"
+        + (f" (without {', '.join(found.missing)})" if found.missing else "")
     )
     return {
         "title": {"text": title},
