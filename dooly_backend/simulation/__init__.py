@@ -1,1 +1,1 @@
-"""DoolySim, the reference simulator: the engine's scheduler on a virtual clock, timed by a profile."""
+"""DoolySim, the reference simulator: the engine's scheduler on a virtual clock."""
