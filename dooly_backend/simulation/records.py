@@ -6,10 +6,17 @@ Times are seconds since the run began where a name ends in `_s`, microseconds in
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from dooly_backend.workload import Batch
+
+Integers = npt.NDArray[np.int64]
+Numbers = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -73,6 +80,66 @@ class StepTimer(Protocol):
 
     def time(self, batch: Batch) -> StepTime:
         """The time of one step that computes `batch`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Many batches as arrays: the requests of all of them, one batch after the other.
+
+    `query` and `context` have one entry per request; the batch i holds the
+    entries from `starts[i]` up to `starts[i + 1]`, the last one those to the end.
+    """
+
+    query: Integers
+    context: Integers
+    starts: Integers
+
+    @classmethod
+    def of(cls, batches: Sequence[Batch]) -> Batches:
+        sizes = [batch.num_reqs for batch in batches]
+        requests = [request for batch in batches for request in batch.requests]
+        return cls(
+            np.array([request.query for request in requests], np.int64),
+            np.array([request.context for request in requests], np.int64),
+            np.cumsum([0, *sizes[:-1]], dtype=np.int64),
+        )
+
+    @classmethod
+    def decodes(cls, context: Integers, steps: int) -> Batches:
+        """The next `steps` steps of decodes that hold `context` tokens now, none of them ending."""
+        grown = context[None, :] + np.arange(steps)[:, None]
+        starts = np.arange(steps, dtype=np.int64) * len(context)
+        return cls(np.ones(grown.size, np.int64), grown.ravel().astype(np.int64), starts)
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    @property
+    def num_reqs(self) -> Integers:
+        """Requests of each batch."""
+        return np.diff(self.starts, append=len(self.query))
+
+    def total(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """The sums per batch of `values`, one per request."""
+        return np.add.reduceat(values, self.starts)
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """`StepTime` of many steps, as arrays with one entry per step."""
+
+    device_us: Numbers
+    host_us: Numbers
+    output_us: Numbers
+    extrapolated: npt.NDArray[np.bool_]
+
+
+class ManyStepTimer(StepTimer, Protocol):
+    """A timer that also tells many steps at once, for a scheduler that knows several ahead."""
+
+    def times(self, batches: Batches) -> StepTimes:
+        """The time of every one of `batches`; no batch may be empty."""
         ...
 
 
