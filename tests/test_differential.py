@@ -168,6 +168,26 @@ def test_a_size_that_no_formula_gives() -> None:
         check(labelled, others, held_out)
 
 
+def test_a_moe_layer_may_block_its_tokens_as_it_likes() -> None:
+    def at(point: tuple[int, int], blocks: int, label: Label, path: str) -> Pass:
+        return Pass(*point, (operation(0, Dim(blocks, label), name="aten::empty", path=path),))
+
+    def run(label: Label, path: str, sizes: tuple[int, ...] = (162, 162, 163, 162)):
+        labelled, *others, held_out = (
+            at(point, size, label, path)
+            for point, size in zip((*POINTS, HELD_OUT), sizes, strict=True)
+        )
+        return check(labelled, others, held_out, planning={"model.layers.0.mlp.experts"})
+
+    mix = TOKENS | MODEL
+    result, formulas, _ = run(mix, "model.layers.0.mlp.experts")
+    assert (result.planned, result.agreeing, formulas[0]) == (1, 1, (None,))
+    with pytest.raises(TraceError, match="no affine function"):
+        run(mix, "model.layers.0.mlp.experts_gate")  # not inside
+    with pytest.raises(TraceError, match="no affine function"):
+        run(MODEL, "model.layers.0.mlp.experts")  # nothing says that the request decides it
+
+
 def test_passes_that_differ() -> None:
     labelled, others, held_out = passes((Affine(0, 1, 0), TOKENS), (576, MODEL))
     renamed = operation(1, Dim(576), name="aten::add.Tensor")

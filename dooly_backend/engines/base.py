@@ -50,6 +50,19 @@ class MoeLayer:
     first: int = 0
 
 
+@dataclass(frozen=True)
+class PipelinedStep:
+    """One of many steps in a row, microseconds.
+
+    `interval_us` from the moment when the tokens of the step before were out to
+    the moment when this one's were; `launch_us` is what the host needed to
+    prepare and launch it.
+    """
+
+    interval_us: float
+    launch_us: float
+
+
 #: How tokens are routed: exactly so many experts fire, or experts drawn at random.
 Routing = int | Literal["uniform"]
 
@@ -161,6 +174,14 @@ class Engine(ABC):
         Decodes continue from step to step as they do when serving; prefills
         are new requests each time. `layers` runs only the first of them. One
         more step is run ahead, to warm up.
+        """
+
+    @abstractmethod
+    def pipelined_steps(self, batch: Batch, repeats: int) -> list[PipelinedStep]:
+        """Run `repeats` steps like `batch` as asynchronous scheduling does.
+
+        Each is launched before the tokens of the one before it are waited for. Two
+        more run ahead, to warm up and to fill the pipeline.
         """
 
     @abstractmethod

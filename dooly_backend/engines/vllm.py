@@ -15,11 +15,20 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cached_property, partial
+from itertools import pairwise
 from typing import Any
 
 from dooly_backend.config import RunOptions
 from dooly_backend.database.records import Configuration, canonical_json
-from dooly_backend.engines.base import CapturedCall, Engine, MoeLayer, Routing, copied, hooks
+from dooly_backend.engines.base import (
+    CapturedCall,
+    Engine,
+    MoeLayer,
+    PipelinedStep,
+    Routing,
+    copied,
+    hooks,
+)
 from dooly_backend.engines.environment import environment_of, package_version
 from dooly_backend.engines.kv_cache import kv_cache_bytes
 from dooly_backend.engines.layers import layer_kinds, layers_needed
@@ -40,6 +49,9 @@ from dooly_backend.engines.vllm_moe import moe_layers, routed
 from dooly_backend.engines.vllm_steps import LiveRequest, StepBuilder
 from dooly_backend.errors import DoolyError, EngineError
 from dooly_backend.workload import Batch, Request
+
+#: Share of the device's memory that must be free: several engines may share a device.
+_LEAST_FREE = 0.05
 
 
 class VllmEngine(Engine):
@@ -107,6 +119,9 @@ class VllmEngine(Engine):
             arguments["block_size"] = options.block_size
         if options.backend and options.backend != "CPU_ATTN":
             arguments["attention_backend"] = options.backend
+        if on_gpu():
+            # The KV cache is asked for by size; this is only what must be free at the start.
+            arguments["gpu_memory_utilization"] = _LEAST_FREE
         emulation = ExitStack()
         try:
             with warnings.catch_warnings(), remembering_bodies(), groups_emulated(rank):
@@ -379,6 +394,36 @@ class VllmEngine(Engine):
                 self._steps.release(self._steps.held())
                 self._runner.execute_model(self._steps.farewell())
 
+    def pipelined_steps(self, batch: Batch, repeats: int) -> list[PipelinedStep]:
+        decodes = Batch(batch.decodes) if batch.decodes else None
+        prefills = Batch(batch.prefills) if batch.prefills else None
+        ahead = 2
+        last = tuple(Request(1, r.context + repeats + ahead + 1) for r in batch.decodes)
+        self._check_fits(Batch(batch.prefills + last))
+        launched: list[tuple[float, Any]] = []  # what the launch took, and the promise
+        done: list[tuple[float, int]] = []  # what the launch took, and when the tokens were out
+        try:
+            if decodes:
+                self._execute(self._steps.admit(decodes, room=repeats + ahead + 2))
+            running = self._steps.held()
+            for _ in range(repeats + ahead):
+                output = self._steps.advance(running, prefills)
+                start = time.perf_counter_ns()
+                promise = self._launch(output)
+                launched.append(((time.perf_counter_ns() - start) / 1000, promise))
+                self._steps.release([r for r in self._steps.held() if r not in running])
+                if len(launched) > 1:
+                    done.append(_received(*launched.pop(0)))
+            done += [_received(*step) for step in launched]
+        finally:
+            self._steps.release(self._steps.held())
+            self._runner.execute_model(self._steps.farewell())
+            self.synchronize()
+        return [
+            PipelinedStep((out - before) / 1000, launch)
+            for (_, before), (launch, out) in pairwise(done[ahead - 1 :])
+        ]
+
     def synchronize(self) -> None:
         import torch
 
@@ -397,6 +442,10 @@ class VllmEngine(Engine):
             self._runner.execute_model(self._steps.farewell())
 
     def _execute(self, scheduler_output: Any) -> None:
+        _received(0.0, self._launch(scheduler_output))
+
+    def _launch(self, scheduler_output: Any) -> Any:
+        """Launch one step; what it returns may be a promise (asynchronous runners)."""
         from dooly_backend.engines.parallel_vllm import received, sent
 
         # The worker does this around the runner, with the pipeline's neighbours.
@@ -406,8 +455,7 @@ class VllmEngine(Engine):
             output = None
         if output is None:
             output = self._runner.sample_tokens(None)
-        if hasattr(output, "get_output"):  # asynchronous runners answer with a promise
-            output.get_output()
+        return output
 
     def _check_fits(self, batch: Batch) -> None:
         limits = [
@@ -438,3 +486,10 @@ class VllmEngine(Engine):
             yield
         finally:
             owner.end_layer = whole
+
+
+def _received(launch_us: float, output: Any) -> tuple[float, int]:
+    """Wait for a step's tokens: what its launch took, and when they were out (ns)."""
+    if hasattr(output, "get_output"):
+        output.get_output()
+    return launch_us, time.perf_counter_ns()

@@ -54,23 +54,26 @@ def _hook(original: Callable[..., Any], layer: MoeLayer, how: Routing) -> Callab
 
     def select_experts(*args: Any, **kwargs: Any) -> Any:
         weights, ids, *rest = original(*args, **kwargs)
-        forced = _ids(int(ids.shape[0]), int(ids.shape[1]), layer, how)
-        return weights, forced.to(ids.device, ids.dtype), *rest
+        tokens, top_k = (int(size) for size in ids.shape)
+        return weights, _ids(tokens, top_k, layer, how, ids.device, ids.dtype), *rest
 
     return select_experts
 
 
 @lru_cache(maxsize=512)
-def _ids(tokens: int, top_k: int, layer: MoeLayer, how: Routing) -> Any:
+def _ids(tokens: int, top_k: int, layer: MoeLayer, how: Routing, device: Any, dtype: Any) -> Any:
     """Expert ids (tokens, top_k), no expert twice for a token where there are enough.
 
     An integer makes exactly that many experts fire, evenly, as far as the
     tokens suffice; "uniform" draws them at random, the same for equal sizes.
+    They are kept on the device: a copy to it is no part of the layer's time.
     """
     import torch
 
     if how == "uniform":
         generator = torch.Generator().manual_seed(tokens)
         drawn = torch.rand(tokens, layer.experts, generator=generator).topk(top_k).indices
-        return drawn + layer.first
-    return torch.arange(tokens * top_k).view(tokens, top_k) % how + layer.first
+        chosen = drawn + layer.first
+    else:
+        chosen = torch.arange(tokens * top_k).view(tokens, top_k) % how + layer.first
+    return chosen.to(device, dtype)

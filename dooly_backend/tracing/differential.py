@@ -10,7 +10,7 @@ where it runs the same operations in every pass, and left alone where not.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -52,23 +52,25 @@ class Pass:
 
 
 def check(
-    labelled: Pass, others: Sequence[Pass], held_out: Pass
+    labelled: Pass, others: Sequence[Pass], held_out: Pass, planning: Collection[str] = ()
 ) -> tuple[CheckResult, dict[int, tuple[Affine | None, ...]], tuple[Operation, ...]]:
     """Compare `labelled` with two `others` and a `held_out` pass.
 
     Returns the result, the formulas by operation index, and the operations with
-    repaired labels. Raises TraceError naming the operation at which the passes
-    run different operations, or whose size no formula predicts.
+    repaired labels. `planning` names modules that divide their own work (MoE
+    layers): sizes inside them that follow the request may have no formula.
+    Raises TraceError naming the operation at which the passes run different
+    operations, or whose size no formula predicts.
     """
     passes = (labelled, *others, held_out)
     for other in passes[1:]:
         _same_operations(labelled.of_modules, other.of_modules)
     formulas: dict[int, tuple[Affine | None, ...]] = {}
     operations = list(labelled.operations)
-    counts = Counts()
+    counts = Counts(planning)
     for row in zip(*(p.of_modules for p in passes), strict=True):
         solved = [_formula(passes, values) for values in _values(row)]
-        _refuse_unpredicted(row[0], _values(row), solved)
+        _refuse_unpredicted(row[0], _values(row), solved, planning)
         counts.add(row, solved)
         formulas[row[0].index] = tuple(solved)
         operations[row[0].index] = _repaired(row[0], solved, labelled)
@@ -88,6 +90,7 @@ def check(
 class Counts:
     """Sizes compared, those with a right label, and those whose label says if R moves them."""
 
+    planning: Collection[str] = ()
     dimensions: int = 0
     agreeing: int = 0
     following: int = 0
@@ -95,7 +98,7 @@ class Counts:
 
     def add(self, row: Sequence[Operation], formulas: Sequence[Affine | None]) -> None:
         for dim, values, formula in zip(row[0].dims(), _values(row), formulas, strict=True):
-            if formula is None and not is_planned(dim):
+            if formula is None and not is_planned(dim, row[0].path, self.planning):
                 continue
             self.dimensions += 1
             self.planned += formula is None
@@ -174,11 +177,14 @@ def _solve_one_sided(
 
 
 def _refuse_unpredicted(
-    op: Operation, values: Sequence[Sequence[int]], formulas: Sequence[Affine | None]
+    op: Operation,
+    values: Sequence[Sequence[int]],
+    formulas: Sequence[Affine | None],
+    planning: Collection[str],
 ) -> None:
     """Raise TraceError when a size has no formula, unless a kernel plans it."""
     for dim, sizes, formula in zip(op.dims(), values, formulas, strict=True):
-        if formula is None and not is_planned(dim):
+        if formula is None and not is_planned(dim, op.path, planning):
             raise TraceError(
                 f"{op.name} in {op.path}: a size that is {sizes[0]} in the traced pass is no "
                 f"affine function of tokens and requests ({list(sizes[:-1])} and {sizes[-1]}); "
@@ -186,13 +192,20 @@ def _refuse_unpredicted(
             )
 
 
-def is_planned(dim: Dim) -> bool:
+def is_planned(dim: Dim, path: str, planning: Collection[str] = ()) -> bool:
     """Whether the engine sizes a buffer by how it divides the request's work.
 
     A scheduler that splits a prefill among threads once it is long enough fits
     no formula; its buffer is an input of the kernel it plans, and of no other.
+    Nor do a MoE layer's blocks of tokens, whose size it looks up by how many
+    tokens there are (`moe_align_block_size`); they stay inside the layer, which
+    is measured whole.
     """
-    return ENGINE in dim.label.bases and dim.label.from_request
+    if not dim.label.from_request:
+        return False
+    return ENGINE in dim.label.bases or any(
+        path == module or path.startswith(f"{module}.") for module in planning
+    )
 
 
 def solve(

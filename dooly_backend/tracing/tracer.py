@@ -64,7 +64,7 @@ def trace_model(
     labelled, modules = labelled_pass(engine, *plan.labelled, sources, rules)
     others = [plain_pass(engine, *plan.requests), plain_pass(engine, *plan.tokens)]
     held_out = plain_pass(engine, *plan.held_out)
-    result, formulas, operations = check(labelled, others, held_out)
+    result, formulas, operations = check(labelled, others, held_out, planning=frozenset(engine.moe))
     return Trace(
         model=engine.configuration.model,
         num_tokens=labelled.num_tokens,
