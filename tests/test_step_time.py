@@ -1,0 +1,153 @@
+"""The time of steps, against the sums that `LatencyModel` makes one batch at a time."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dooly_backend.database import Database
+from dooly_backend.database.records import Occurrence, StepCost
+from dooly_backend.regression.latency import LatencyModel
+from dooly_backend.simulation.execution import Execution, Mode
+from dooly_backend.simulation.own_cost import Affine, HostCost, Shapes, own_cost
+from dooly_backend.simulation.records import Batches
+from dooly_backend.simulation.step_time import StepModel, batches_of, group_of
+from dooly_backend.workload import Batch
+from tests.sample_records import ATTENTION, LINEAR, ROPE, SAMPLER, at, signature, store
+
+BATCHES = [
+    Batch.parse(text)
+    for text in ("1x64+0", "8x1+500", "1x32+64,3x1+900", "2x100+0,4x1+10", "16x1+50", "1x128+512")
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> LatencyModel:
+    measured = {
+        ROPE: [at("constant", 5.0)],
+        LINEAR: [at("tokens=1", 10.0), at("tokens=64", 20.0), at("tokens=256", 70.0)],
+        SAMPLER: [at("requests=1", 3.0), at("requests=32", 9.0)],
+        ATTENTION: [
+            at("batch=1x64+0", 30.0),
+            at("batch=1x128+0", 80.0),
+            at("batch=1x64+512", 60.0),
+            at("batch=1x128+512", 150.0),
+            at("batch=1x1+64", 4.0),
+            at("batch=16x1+64", 9.0),
+            at("batch=1x1+1024", 12.0),
+            at("batch=16x1+1024", 99.0),
+        ],
+    }
+    path = tmp_path_factory.mktemp("step") / "latency.db"
+    with Database.open(path, create=True) as database:
+        ids = store(database, measured)
+        database.set_step_cost(*ids, StepCost(100.0, 10.0, 1.0))
+        return LatencyModel.load(database)
+
+
+def test_a_step_is_what_the_latency_model_says(model: LatencyModel) -> None:
+    steps = StepModel.of(model)
+    for batch in BATCHES:
+        assert steps.time(batch).device_us == pytest.approx(model.step_us(batch))
+        assert steps.time(batch).host_us == steps.time(batch).output_us == 0.0
+
+
+def test_many_at_once_are_the_same_as_one_by_one(model: LatencyModel) -> None:
+    steps = StepModel.of(model)
+    times = steps.times(Batches.of(BATCHES))
+    assert times.device_us.tolist() == [steps.time(batch).device_us for batch in BATCHES]
+    assert times.extrapolated.tolist() == [steps.time(batch).extrapolated for batch in BATCHES]
+    assert len(set(times.extrapolated.tolist())) == 2
+
+
+def test_parts_add_up(model: LatencyModel) -> None:
+    steps = StepModel.of(model)
+    parts = steps.parts_us(Batches.of(BATCHES))
+    assert set(parts) == {"attention", "linear", "other", "host"}
+    total = np.sum(list(parts.values()), axis=0)
+    assert total == pytest.approx(steps.times(Batches.of(BATCHES)).device_us)
+    one = BATCHES[0]
+    assert parts["linear"][0] == pytest.approx(28 * 20.0)
+    assert parts["attention"][0] == pytest.approx(28 * 30.0)
+    assert parts["other"][0] == pytest.approx(5.0 + 3.0)
+    assert parts["host"][0] == pytest.approx(100 + 28 * 10 + one.num_reqs)
+
+
+def test_the_forward_pass_alone(model: LatencyModel) -> None:
+    steps = StepModel.of(model)
+    forward = steps.forward_only()
+    for batch in BATCHES:
+        assert forward.time(batch).device_us == pytest.approx(model.operations_us(batch))
+        assert steps.time(batch).device_us > forward.time(batch).device_us
+
+
+def test_padding_reaches_what_depends_on_tokens_and_nothing_else(model: LatencyModel) -> None:
+    padded = StepModel.of(model, Execution("FULL_AND_PIECEWISE", (16, 64), 16))
+    plain = StepModel.of(model)
+    batches = Batches.of([Batch.decode(9, 100)])
+    before, after = plain.parts_us(batches), padded.parts_us(batches)
+    at_16 = plain.parts_us(Batches.of([Batch.decode(16, 100)]))
+    assert after["linear"] == pytest.approx(at_16["linear"])
+    assert after["linear"] > before["linear"]
+    assert after["attention"] == pytest.approx(before["attention"])
+    assert after["other"] == pytest.approx(before["other"])
+
+
+def test_a_device_that_outruns_the_host_waits_for_it(model: LatencyModel) -> None:
+    cost = HostCost(
+        serial=Affine(7.0),
+        launch={Mode.EAGER: Affine(1e5)},
+        host=Affine(50.0, 2.0),
+        output=Affine(token_us=0.5),
+    )
+    time = StepModel.of(model, cost=cost).time(Batch.decode(4, 100))
+    assert time.device_us == pytest.approx(1e5 + 7.0)
+    assert (time.host_us, time.output_us) == (58.0, 2.0)
+    batches = Batches.of([Batch.decode(4, 100)])
+    parts = StepModel.of(model, cost=cost).parts_us(batches)
+    assert sum(p[0] for p in parts.values()) == pytest.approx(1e5 + 7.0 + 58.0 + 2.0)
+
+
+def test_graphs_are_launched_at_once() -> None:
+    cost = HostCost(launch={Mode.EAGER: Affine(100.0), Mode.FULL: Affine(3.0)})
+    numbers = np.array([5, 5])
+    mode = np.array([Mode.EAGER, Mode.FULL], np.int8)
+    own = cost.of(Shapes(numbers, numbers, numbers, mode))
+    assert own.launch_us.tolist() == [100.0, 3.0]
+
+
+def test_no_fitted_cost_is_none(model: LatencyModel) -> None:
+    numbers = np.array([4])
+    own = own_cost(None, 28).of(Shapes(numbers, numbers, numbers, np.zeros(1, np.int8)))
+    assert own.serial_us.tolist() == [0.0]
+
+
+def test_arrays_hold_the_batches() -> None:
+    assert list(batches_of(Batches.of(BATCHES))) == BATCHES
+
+
+def test_decodes_that_go_on() -> None:
+    steps = Batches.decodes(np.array([10, 20]), 3)
+    assert [batch.key for batch in batches_of(steps)] == [
+        "1x1+20,1x1+10",
+        "1x1+21,1x1+11",
+        "1x1+22,1x1+12",
+    ]
+    assert steps.num_reqs.tolist() == [2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "module_class", "group"),
+    [
+        ("QKVParallelLinear", "tokens", "QKVParallelLinear", "linear"),
+        ("aten::mm", "tokens", "Router", "linear"),
+        ("ParallelLMHead", "requests", "LogitsProcessor", "linear"),
+        ("Attention", "batch", "Attention", "attention"),
+        ("FusedMoE", "routing", "FusedMoE", "moe"),
+        ("all_reduce", "tokens", "RowParallelLinear", "collectives"),
+        ("RMSNorm", "tokens", "RMSNorm", "other"),
+    ],
+)
+def test_groups(name: str, kind: str, module_class: str, group: str) -> None:
+    occurrence = Occurrence(0, "model", module_class, signature(name, kind), 1)  # type: ignore[arg-type]
+    assert group_of(occurrence) == group
