@@ -45,19 +45,19 @@ AxisFromZero = Annotated[
 ]
 
 
-class _Description(BaseModel):
+class Description(BaseModel):
     """Frozen, and a misspelt field is an error rather than ignored."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-_D = TypeVar("_D", bound=_Description)
+_D = TypeVar("_D", bound=Description)
 
 
 # -- models -------------------------------------------------------------------
 
 
-class ModelDescription(_Description):
+class ModelDescription(Description):
     """A model by its Hugging Face config.json, whole."""
 
     name: str
@@ -194,28 +194,28 @@ def _closest(wanted: str, candidates: dict[str, str]) -> list[str]:
 _POWERS_OF_TWO = tuple(2**n for n in range(10))
 
 
-class PrefillGrid(_Description):
+class PrefillGrid(Description):
     """Prefill chunks of every length after every history."""
 
     chunk: Axis
     history: AxisFromZero = (0,)
 
 
-class DecodeGrid(_Description):
+class DecodeGrid(Description):
     """Decode batches of every size at every context."""
 
     batch: Axis
     context: Axis
 
 
-class RoutingGrid(_Description):
+class RoutingGrid(Description):
     """Mixture-of-experts layers at every number of tokens and of experts that fire."""
 
     tokens: Axis
     experts: Axis
 
 
-class Sweep(_Description):
+class Sweep(Description):
     """The workload points at which operations are timed."""
 
     name: str
@@ -276,14 +276,14 @@ def load_sweep(name_or_path: str) -> Sweep:
 # -- hardware -----------------------------------------------------------------
 
 
-class Interconnect(_Description):
+class Interconnect(Description):
     """How the devices of one node talk; bandwidth of both directions together."""
 
     name: str
     bandwidth_gbs: Annotated[float, Field(gt=0)]
 
 
-class Hardware(_Description):
+class Hardware(Description):
     """A device's datasheet. Peaks are dense; `sources` says where each figure is from."""
 
     name: str
@@ -327,7 +327,7 @@ def hardware_for(device_name: str) -> Hardware | None:
 # -- runs ---------------------------------------------------------------------
 
 
-class RunOptions(_Description):
+class RunOptions(Description):
     """How the engine serves the model in a traced or timed run."""
 
     model: ModelDescription
@@ -364,7 +364,7 @@ class RunOptions(_Description):
     @classmethod
     def checked(cls, **values: Any) -> Self:
         """As the constructor, but what is wrong is an InputError."""
-        return _validate(cls, values, "run options")
+        return validated(cls, values, "run options")
 
 
 # -- files --------------------------------------------------------------------
@@ -387,16 +387,20 @@ def _load_description(description: type[_D], kind: str, name_or_path: str) -> _D
     known = _known(kind)
     path = known.get(name_or_path.lower()) or Path(name_or_path).expanduser()
     if not path.is_file():
-        close = _closest(name_or_path.lower(), {name: name for name in known})
-        hint = f"did you mean {' or '.join(close)}? " if close else ""
-        raise InputError(
-            f"unknown {kind} {name_or_path!r}: {hint}known are {', '.join(known)}, "
-            "and a YAML file works too"
-        )
-    return _validate(description, _read_yaml(path), str(path))
+        raise unknown_name(kind, name_or_path, known, "a YAML file works too")
+    return validated(description, read_yaml(path), str(path))
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def unknown_name(kind: str, name: str, known: Iterable[str], also: str) -> InputError:
+    """The error for a name that is none of `known`."""
+    names = list(known)
+    close = _closest(name.lower(), {known: known for known in names})
+    hint = f"did you mean {' or '.join(close)}? " if close else ""
+    return InputError(f"unknown {kind} {name!r}: {hint}known are {', '.join(names)}, and {also}")
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in the YAML file at `path`. Raises InputError."""
     try:
         value = yaml.safe_load(path.read_text("utf-8"))
     except OSError as error:
@@ -410,7 +414,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return value
 
 
-def _validate(description: type[_D], values: dict[str, Any], where: str) -> _D:
+def validated(description: type[_D], values: dict[str, Any], where: str) -> _D:
+    """`values` as a description; what is wrong is an InputError that begins with `where`."""
     try:
         return description.model_validate(values)
     except ValidationError as error:

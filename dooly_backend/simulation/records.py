@@ -6,8 +6,8 @@ Times are seconds since the run began where a name ends in `_s`, microseconds in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,7 +24,8 @@ class ServingRequest:
     """One request of a workload: when it comes, and how long it is.
 
     Requests of one `prefix` begin with the same `prefix_tokens` tokens; all
-    other tokens are their own.
+    other tokens are their own. Of two requests the one with the smaller
+    `priority` goes first, under the policy "priority" alone.
     """
 
     id: int
@@ -33,6 +34,7 @@ class ServingRequest:
     output_tokens: int
     prefix: int | None = None
     prefix_tokens: int = 0
+    priority: int = 0
 
 
 @dataclass(frozen=True)
@@ -145,29 +147,50 @@ class ManyStepTimer(StepTimer, Protocol):
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One step: what was scheduled, when it began and when its tokens were out."""
+    """One step: what was scheduled, when it began and when its tokens were out.
+
+    `start_s` is when its scheduling began, `launched_s` when the host had handed
+    it to the device, `ready_s` when its result had reached the host and `end_s`
+    when the scheduler had taken note of it: its tokens are out. `preempted` are the
+    requests that lost their KV blocks to it, in order of their ids.
+    """
 
     start_s: float
     end_s: float
     scheduled: tuple[ScheduledRequest, ...]
     preempted: tuple[int, ...] = ()
+    launched_s: float | None = None
+    ready_s: float | None = None
     time: StepTime | None = None  # None in a live run
 
 
 @dataclass(frozen=True)
 class RequestRecord:
-    """One finished request: `token_s` holds when each output token came."""
+    """One finished request: `token_s` holds when each output token came.
+
+    `request.arrival_s` is when it really came. `admitted` is the number of calls
+    of the scheduler before it was added to the queue: a run replayed with these
+    has the same schedule, whatever a step takes.
+    """
 
     request: ServingRequest
-    scheduled_s: float  # first scheduled
+    scheduled_s: float  # start of the first step that computes a part of it
     token_s: tuple[float, ...]
-    cached_tokens: int = 0
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache when first scheduled
     preemptions: int = 0
+    admitted: int = 0
 
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run, live or simulated: every step and every request."""
+    """A finished run, live or simulated: every step and every request, in order of their ids.
 
-    steps: tuple[StepRecord, ...]
-    requests: tuple[RequestRecord, ...]
+    Steps that compute nothing are left out. `steps` and `requests` may be
+    sequences that make their records when they are asked for one:
+    `columns.Steps` and `columns.Requests` hold the same as arrays.
+    """
+
+    steps: Sequence[StepRecord]
+    requests: Sequence[RequestRecord]
+    limits: ServingLimits | None = None
+    about: Mapping[str, Any] = field(default_factory=dict)  # who ran it on what

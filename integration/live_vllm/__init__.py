@@ -1,0 +1,1 @@
+"""Live vLLM serving a workload: the truth that simulations are compared with."""
