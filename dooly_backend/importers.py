@@ -114,7 +114,9 @@ def store(database: Database, profiles: Sequence[Profile]) -> Imported:
     signatures: set[str] = set()
     for profile in profiles:
         environment_id = database.add_environment(profile.environment)
-        configuration_id = database.add_configuration(profile.configuration, profile.occurrences)
+        configuration_id = database.add_configuration(
+            profile.configuration, profile.occurrences, environment_id
+        )
         for signature, measurements in profile.measurements.items():
             signatures.add(signature.hash)
             points += database.record_all(signature, environment_id, measurements, configuration_id)

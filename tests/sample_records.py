@@ -67,7 +67,9 @@ def store(
 ) -> tuple[int, int]:
     """Put a configuration (QWEN with `changes`) and its measurements; their row ids."""
     environment_id = database.add_environment(environment)
-    configuration_id = database.add_configuration(replace(QWEN, **changes), occurrences)
+    configuration_id = database.add_configuration(
+        replace(QWEN, **changes), occurrences, environment_id
+    )
     for of, measured in measurements.items():
         for measurement in measured:
             database.record(of, environment_id, measurement, configuration_id)

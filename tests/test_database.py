@@ -109,7 +109,7 @@ def test_occurrences_come_in_the_order_of_the_pass(database: Database) -> None:
 
 def test_a_refused_occurrence_leaves_nothing_of_its_configuration(database: Database) -> None:
     twice = [*OCCURRENCES, replace(OCCURRENCES[0], path="elsewhere")]
-    with pytest.raises(DatabaseError, match=r"occurrence\.position"):
+    with pytest.raises(DatabaseError, match="occurrence_by_place"):
         database.add_configuration(QWEN, twice)
     assert database.configurations() == {}
     assert database.signatures() == {}
@@ -347,9 +347,9 @@ def test_the_file_says_whose_it_is(database: Database, path: Path) -> None:
     assert query(path, "PRAGMA application_id") == [(int.from_bytes(b"dool", "big"),)]
     assert query(path, "PRAGMA user_version") == [(migrations.latest_version(),)]
     assert query(path, "PRAGMA journal_mode") == [("wal",)]
-    assert query(path, "SELECT migration_set, name FROM _sqlite_migrations") == [
-        ("dooly", "m001_latency_tables")
-    ]
+    done = query(path, "SELECT migration_set, name FROM _sqlite_migrations ORDER BY id")
+    assert done[0] == ("dooly", "m001_latency_tables")
+    assert len(done) == migrations.latest_version()
 
 
 def test_foreign_keys_and_checks_hold(database: Database, path: Path) -> None:
@@ -429,10 +429,12 @@ def next_version(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     with Database.open(path, create=True) as database:
         store(database, ALL_MEASURED)
     newer = Migrations("dooly")
-    newer()(migrations.m001_latency_tables)
+    for name, step in vars(migrations).items():
+        if re.match(r"m\d{3}_", name):
+            newer()(step)
 
     @newer()
-    def m002_example(db) -> None:
+    def m999_example(db) -> None:
         db.execute("ALTER TABLE environment ADD COLUMN host TEXT")
         db.execute("UPDATE environment SET host = 'unknown'")
 
@@ -442,20 +444,19 @@ def next_version(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
 @pytest.mark.usefixtures("next_version")
 def test_an_old_file_migrates_when_it_is_opened_for_writing(path: Path) -> None:
     with Database.open(path) as database:
-        assert database.info().schema_version == 2
+        assert database.info().schema_version == migrations.latest_version()
         assert database.info().measurements == 6
     assert query(path, "SELECT host FROM environment") == [("unknown",)]
-    assert query(path, "SELECT name FROM _sqlite_migrations ORDER BY id") == [
-        ("m001_latency_tables",),
-        ("m002_example",),
-    ]
+    names = [name for (name,) in query(path, "SELECT name FROM _sqlite_migrations ORDER BY id")]
+    assert (names[0], names[-1]) == ("m001_latency_tables", "m999_example")
+    assert len(names) == migrations.latest_version()
 
 
 @pytest.mark.usefixtures("next_version")
 def test_an_old_file_is_read_without_touching_it(path: Path) -> None:
     before = path.read_bytes()
     with Database.open(path, read_only=True) as database:
-        assert database.info().schema_version == 2
+        assert database.info().schema_version == migrations.latest_version()
         assert database.info().measurements == 6
     assert path.read_bytes() == before
 
@@ -465,12 +466,64 @@ def test_a_migration_that_fails_changes_nothing(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @migrations.MIGRATIONS()
-    def m003_broken(db) -> None:
+    def m999_broken(db) -> None:
         db.execute("DROP TABLE measurement")
         db.execute("DROP TABLE no_such_table")
 
     with pytest.raises(DatabaseError, match="no_such_table"):
         Database.open(path)
-    assert query(path, "PRAGMA user_version") == [(1,)]
+    assert query(path, "PRAGMA user_version") == [(migrations.latest_version() - 2,)]
     assert query(path, "SELECT count(*) FROM measurement") == [(6,)]
     assert "host" not in [row[1] for row in query(path, "PRAGMA table_info(environment)")]
+
+
+def test_each_environment_has_its_own_call_graph(database: Database) -> None:
+    """Another device runs other kernels: its graph must not take the place of the first one's."""
+    configuration_id, here = store(database, ALL_MEASURED)
+    there = database.add_environment(CPU)
+    other = [replace(OCCURRENCES[1], position=0, signature=signature("OtherKernels"))]
+    assert database.add_configuration(QWEN, other, there) == configuration_id
+    assert database.occurrences(configuration_id, here) == list(OCCURRENCES)
+    assert database.occurrences(configuration_id, there) == other
+    assert [(p.environment_id, p.complete) for p in database.coverage()[configuration_id]] == [
+        (here, True)
+    ]
+    database.add_configuration(QWEN, other)  # of every environment
+    assert database.occurrences(configuration_id, here) == other
+
+
+def test_a_graph_of_version_1_goes_to_where_it_was_measured(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = Migrations("dooly")
+    first()(migrations.m001_latency_tables)
+    with monkeypatch.context() as patch:
+        patch.setattr(migrations, "MIGRATIONS", first)
+        with Database.open(path, create=True):
+            pass
+    connection = sqlite3.connect(path, isolation_level=None)
+    hashes = {"m": signature("Measured").hash, "n": signature("Nowhere").hash}
+    for name, value in hashes.items():
+        connection.execute(
+            "INSERT INTO signature VALUES (?, ?, 'module', 'tokens', '{}')", (value, name)
+        )
+    connection.execute("INSERT INTO workload_point (key, kind, num_tokens) VALUES ('t', 'tokens', 1)")
+    for n, engine in enumerate(("vllm", "vllm", "vidur"), start=1):
+        connection.execute(
+            "INSERT INTO environment VALUES (?, ?, 'd', 'cpu', ?, '1', '{}', '')", (n, "e" * 63 + str(n), engine)
+        )
+    for n, key in ((1, "m"), (2, "n")):
+        connection.execute(
+            "INSERT INTO configuration VALUES (?, ?, 'm', 'vllm', 'b', 'd', 'k', 16, 1, 1, 'eager', 2, '{}', '{}', '')",
+            (n, "c" * 63 + str(n)),
+        )
+        connection.execute("INSERT INTO occurrence VALUES (?, 0, 'p', 'M', ?, 1, '[]')", (n, hashes[key]))
+    for environment in (2, 3):
+        connection.execute(
+            "INSERT INTO measurement VALUES (NULL, ?, ?, 1, 1, '[1.0]', 1, 1, 1, 1, 1, 1, 0, 0, '')",
+            (hashes["m"], environment),
+        )
+    connection.close()
+    with Database.open(path):
+        pass
+    assert query(path, "SELECT configuration_id, environment_id FROM occurrence") == [(1, 2), (2, None)]

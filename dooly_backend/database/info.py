@@ -151,7 +151,9 @@ def _environments(connection: sqlite3.Connection) -> tuple[EnvironmentInfo, ...]
 def _configurations(connection: sqlite3.Connection) -> tuple[ConfigurationInfo, ...]:
     covered = coverage(connection)
     found = connection.execute(
-        "SELECT c.*, count(o.position) AS occurrences, count(DISTINCT o.signature) AS signatures"
+        # Of several environments' graphs the longest; they are rarely of different lengths.
+        "SELECT c.*, ifnull(max(o.position) + 1, 0) AS occurrences,"
+        " count(DISTINCT o.signature) AS signatures"
         " FROM configuration AS c LEFT JOIN occurrence AS o ON o.configuration_id = c.id"
         " GROUP BY c.id ORDER BY c.id"
     )

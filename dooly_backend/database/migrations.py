@@ -13,6 +13,7 @@ import sqlite_utils
 from sqlite_utils.migrations import Migrations
 
 from dooly_backend.database.schema import VERSION_1
+from dooly_backend.database.schema_changes import GRAPH_OF_EACH_ENVIRONMENT
 
 APPLICATION_ID = int.from_bytes(b"dool", "big")
 """`PRAGMA application_id` of every latency database."""
@@ -35,6 +36,13 @@ CREATE TABLE IF NOT EXISTS _sqlite_migrations (
 def m001_latency_tables(db: sqlite_utils.Database) -> None:
     """Environments, configurations, signatures, measurements, step costs and their views."""
     for statement in VERSION_1:
+        db.execute(statement)
+
+
+@MIGRATIONS()
+def m002_graph_of_each_environment(db: sqlite_utils.Database) -> None:
+    """Occurrences belong to an environment: kernels, and so signatures, differ between two."""
+    for statement in GRAPH_OF_EACH_ENVIRONMENT:
         db.execute(statement)
 
 

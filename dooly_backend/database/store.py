@@ -2,7 +2,7 @@
 
     with Database.open("latency.db", create=True) as database:
         environment_id = database.add_environment(environment)
-        configuration_id = database.add_configuration(configuration, occurrences)
+        configuration_id = database.add_configuration(configuration, graph, environment_id)
         database.record(signature, environment_id, measurement, configuration_id)
 
 Every writing method is one transaction: killed at any time, the file holds
@@ -13,14 +13,10 @@ when the file cannot be read or written.
 
 from __future__ import annotations
 
-import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import TracebackType
 
 from dooly_backend.database import info, opening, rows
-from dooly_backend.database.faults import damaged_row, explained
 from dooly_backend.database.records import (
     Configuration,
     Environment,
@@ -31,7 +27,8 @@ from dooly_backend.database.records import (
     StepCost,
     StepMeasurement,
 )
-from dooly_backend.database.rows import insertion, matching
+from dooly_backend.database.rows import insertion
+from dooly_backend.database.session import Session
 from dooly_backend.errors import DatabaseError, InputError
 from dooly_backend.workload import WorkloadPoint
 
@@ -40,13 +37,8 @@ BUILTIN = "builtin:"
 _POINT_ORDER = "p.num_tokens, p.num_reqs, p.id"  # as one reads a curve
 
 
-class Database:
+class Database(Session):
     """An open latency database; a context manager. Make one with `Database.open`."""
-
-    def __init__(self, connection: sqlite3.Connection, path: Path, *, read_only: bool) -> None:
-        self._connection = connection
-        self.path = path
-        self.read_only = read_only
 
     @classmethod
     def open(cls, path: Path | str, *, create: bool = False, read_only: bool = False) -> Database:
@@ -68,55 +60,43 @@ class Database:
             connection = opening.open_for_writing(path, create=create)
         return cls(connection, path, read_only=read_only)
 
-    def close(self) -> None:
-        """Release the file. What was recorded is safe without it, too."""
-        with explained(self.path):
-            self._connection.close()
-
-    def __enter__(self) -> Database:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def __repr__(self) -> str:
-        return f"Database({str(self.path)!r}, read_only={self.read_only})"
-
     # -- writing ---------------------------------------------------------------
 
     def add_environment(self, environment: Environment) -> int:
         """The row id of this environment, added unless it is known."""
         columns = rows.environment_columns(environment)
-        with self._writing():
+        with self.writing():
             self._execute(insertion("environment", columns, "(digest) DO NOTHING"), columns)
             return self._id("environment", "digest", environment.digest)
 
     def add_configuration(
-        self, configuration: Configuration, occurrences: Sequence[Occurrence]
+        self,
+        configuration: Configuration,
+        occurrences: Sequence[Occurrence],
+        environment_id: int | None = None,
     ) -> int:
         """The row id of this configuration, with its signatures and `occurrences`.
 
-        A known configuration keeps its id and its measurements; its facts, and
+        They are its call graph in that environment, or in every one. A known
+        configuration keeps its id and its measurements; its facts, and
         occurrences that differ from the stored ones, are replaced.
         """
         columns = rows.configuration_columns(configuration)
         wanted = sorted(occurrences, key=lambda occurrence: occurrence.position)
-        with self._writing():
+        with self.writing():
             conflict = "(digest) DO UPDATE SET facts = excluded.facts"
             self._execute(insertion("configuration", columns, conflict), columns)
             configuration_id = self._id("configuration", "digest", configuration.digest)
-            if self._occurrences(configuration_id) != wanted:
+            if self._graph(configuration_id, environment_id) != wanted:
                 self._execute(
-                    "DELETE FROM occurrence WHERE configuration_id = ?", (configuration_id,)
+                    "DELETE FROM occurrence WHERE configuration_id = :c AND"
+                    " ifnull(environment_id, :e) IS ifnull(:e, environment_id)",
+                    {"c": configuration_id, "e": environment_id},
                 )
                 for occurrence in wanted:
                     self._add_signature(occurrence.signature)
                     place = rows.occurrence_columns(configuration_id, occurrence)
+                    place |= {"environment_id": environment_id}
                     self._execute(insertion("occurrence", place), place)
         return configuration_id
 
@@ -136,7 +116,7 @@ class Database:
         configuration it was measured from. Raises InputError for samples that
         are no times, ValueError for a point that does not suit the signature.
         """
-        with self._writing():
+        with self.writing():
             return self._record(signature, environment_id, measurement, configuration_id, replace)
 
     def record_all(
@@ -148,7 +128,7 @@ class Database:
     ) -> int:
         """Store those that are new, in one transaction, as `record` does; how many they were."""
         rest = (configuration_id, False)
-        with self._writing():
+        with self.writing():
             return sum(self._record(signature, environment_id, m, *rest) for m in measurements)
 
     def skip(
@@ -159,7 +139,7 @@ class Database:
         A later reason replaces an earlier one. Raises ValueError for a point
         that does not suit the signature.
         """
-        with self._writing():
+        with self.writing():
             key = self._settle(signature, environment_id, point)
             if self._exists("measurement", key):
                 return False
@@ -184,7 +164,7 @@ class Database:
         place = {"configuration_id": configuration_id, "environment_id": environment_id}
         columns = place | rows.step_columns(step)
         key = place | {"batch": step.batch.key, "num_layers": step.num_layers}
-        with self._writing():
+        with self.writing():
             if self._exists("step_measurement", key):
                 if not replace:
                     return False
@@ -196,7 +176,7 @@ class Database:
         """Store the fitted cost of a step, in place of an earlier fit."""
         key = {"configuration_id": configuration_id, "environment_id": environment_id}
         columns = key | rows.step_cost_columns(cost)
-        with self._writing():
+        with self.writing():
             self._delete("step_cost", key)
             self._execute(insertion("step_cost", columns), columns)
 
@@ -204,30 +184,42 @@ class Database:
 
     def configurations(self) -> dict[int, Configuration]:
         """All configurations by row id."""
-        with self._reading():
+        with self.reading():
             found = self._execute("SELECT * FROM configuration ORDER BY id")
             return {row["id"]: rows.configuration_of(row) for row in found}
 
     def environments(self) -> dict[int, Environment]:
         """All environments by row id."""
-        with self._reading():
+        with self.reading():
             found = self._execute("SELECT * FROM environment ORDER BY id")
             return {row["id"]: rows.environment_of(row) for row in found}
 
     def signatures(self) -> dict[str, Signature]:
         """All signatures by hash."""
-        with self._reading():
+        with self.reading():
             found = self._execute("SELECT * FROM signature ORDER BY name, hash")
             return {row["hash"]: rows.signature_of(row) for row in found}
 
-    def occurrences(self, configuration_id: int) -> list[Occurrence]:
-        """A configuration's signatures in the order of the pass."""
-        with self._reading():
-            return self._occurrences(configuration_id)
+    def occurrences(
+        self, configuration_id: int, environment_id: int | None = None
+    ) -> list[Occurrence]:
+        """A configuration's signatures in the order of the pass, in that environment.
+
+        Without one: what holds of every environment, or else of the latest.
+        """
+        with self.reading():
+            if environment_id is None:
+                latest = self._execute(
+                    "SELECT max(environment_id) AS id FROM occurrence WHERE configuration_id = ?",
+                    (configuration_id,),
+                )
+                environment_id = latest.fetchone()["id"]
+            own = self._graph(configuration_id, environment_id)
+            return own or self._graph(configuration_id, None)
 
     def settled_points(self, signature_hash: str, environment_id: int) -> set[str]:
         """Keys of the points that are measured, or skipped, in this environment."""
-        with self._reading():
+        with self.reading():
             found = self._execute(
                 "SELECT p.key FROM workload_point AS p WHERE p.id IN ("
                 " SELECT point_id FROM measurement WHERE signature = :s AND environment_id = :e"
@@ -239,7 +231,7 @@ class Database:
 
     def measurements(self, signature_hash: str, environment_id: int) -> list[Measurement]:
         """Everything measured of a signature in one environment, small points first."""
-        with self._reading():
+        with self.reading():
             found = self._execute(
                 "SELECT m.samples_us, m.unstable, p.key FROM measurement AS m"
                 " JOIN workload_point AS p ON p.id = m.point_id"
@@ -250,7 +242,7 @@ class Database:
 
     def skipped(self, signature_hash: str, environment_id: int) -> list[SkippedPoint]:
         """The points of a signature that cannot run in this environment."""
-        with self._reading():
+        with self.reading():
             found = self._execute(
                 "SELECT s.reason, p.key FROM skipped_point AS s"
                 " JOIN workload_point AS p ON p.id = s.point_id"
@@ -261,7 +253,7 @@ class Database:
 
     def steps(self, configuration_id: int, environment_id: int) -> list[StepMeasurement]:
         """The live steps of a configuration in one environment."""
-        with self._reading():
+        with self.reading():
             found = self._execute(
                 "SELECT * FROM step_measurement WHERE configuration_id = ?"
                 " AND environment_id = ? ORDER BY num_layers, batch",
@@ -271,7 +263,7 @@ class Database:
 
     def step_cost(self, configuration_id: int, environment_id: int) -> StepCost | None:
         """The fitted cost of a step; None before a fit."""
-        with self._reading():
+        with self.reading():
             row = self._execute(
                 "SELECT * FROM step_cost WHERE configuration_id = ? AND environment_id = ?",
                 (configuration_id, environment_id),
@@ -280,7 +272,7 @@ class Database:
 
     def measured_at(self, configuration_id: int, environment_id: int) -> str | None:
         """When a configuration's last measurement was made: UTC, ISO 8601; None before any."""
-        with self._reading():
+        with self.reading():
             row = self._execute(
                 "SELECT max(measured_at) AS latest FROM measurement"
                 " WHERE environment_id = ? AND signature IN"
@@ -291,66 +283,22 @@ class Database:
 
     def coverage(self) -> dict[int, list[info.Coverage]]:
         """By configuration id: the environments that measured it, and how much of it."""
-        with self._reading():
+        with self.reading():
             return info.coverage(self._connection)
 
     def info(self) -> info.DatabaseInfo:
         """What `dooly db info` prints."""
-        with self._reading():
+        with self.reading():
             return info.collect(self._connection, self.path)
-
-    # -- transactions ----------------------------------------------------------
-
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        """One transaction: everything in it, or nothing."""
-        if self.read_only:
-            raise DatabaseError(f"database {self.path} was opened for reading only")
-        with explained(self.path):
-            # Take the write lock at once: a transaction that reads first cannot wait for it.
-            self._connection.execute("BEGIN IMMEDIATE")
-            try:
-                yield
-                self._connection.execute("COMMIT")
-            finally:
-                if self._connection.in_transaction:
-                    self._connection.execute("ROLLBACK")
-
-    @contextmanager
-    def _reading(self) -> Iterator[None]:
-        """One snapshot; rows that break their columns' promise are DatabaseErrors."""
-        with explained(self.path):
-            self._connection.execute("BEGIN")
-            try:
-                yield
-            except (ValueError, TypeError, KeyError, InputError) as error:
-                raise damaged_row(error, self.path) from error
-            finally:
-                if self._connection.in_transaction:
-                    self._connection.execute("ROLLBACK")
 
     # -- inside a transaction --------------------------------------------------
 
-    def _execute(self, statement: str, values: Sequence | dict = ()) -> sqlite3.Cursor:
-        return self._connection.execute(statement, values)
-
-    def _id(self, table: str, column: str, value: str) -> int:
-        found = self._execute(f"SELECT id FROM {table} WHERE {column} = ?", (value,))
-        return found.fetchone()["id"]
-
-    def _exists(self, table: str, key: dict) -> bool:
-        found = self._execute(f"SELECT 1 FROM {table} WHERE {matching(key)}", key)
-        return found.fetchone() is not None
-
-    def _delete(self, table: str, key: dict) -> None:
-        self._execute(f"DELETE FROM {table} WHERE {matching(key)}", key)
-
-    def _occurrences(self, configuration_id: int) -> list[Occurrence]:
+    def _graph(self, configuration_id: int, environment_id: int | None) -> list[Occurrence]:
         found = self._execute(
             "SELECT o.*, s.name, s.granularity, s.kind, s.canonical FROM occurrence AS o"
             " JOIN signature AS s ON s.hash = o.signature"
-            " WHERE o.configuration_id = ? ORDER BY o.position",
-            (configuration_id,),
+            " WHERE o.configuration_id = ? AND o.environment_id IS ? ORDER BY o.position",
+            (configuration_id, environment_id),
         )
         return [rows.occurrence_of(row) for row in found]
 

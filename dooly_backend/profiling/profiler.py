@@ -104,7 +104,7 @@ def profile(
     signed = signatures(trace, runnable, engine)
     environment_id = database.add_environment(engine.environment)
     graph = occurrences(engine, signed)
-    configuration_id = database.add_configuration(engine.configuration, graph)
+    configuration_id = database.add_configuration(engine.configuration, graph, environment_id)
     wanted = {occurrence.signature.hash for occurrence in graph}
     signed = {entry: signature for entry, signature in signed.items() if signature.hash in wanted}
     work = missing(engine, database, environment_id, signed.values(), sweep)

@@ -66,7 +66,7 @@ class LatencyModel:
         when none or several fit or measurements are missing.
         """
         configuration_id, environment_id = select(database, model, environment, filters)
-        occurrences = tuple(database.occurrences(configuration_id))
+        occurrences = tuple(database.occurrences(configuration_id, environment_id))
         signatures = {
             signature.hash: signature_latency(
                 signature, database.measurements(signature.hash, environment_id)

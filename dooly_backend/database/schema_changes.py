@@ -1,0 +1,74 @@
+"""What each migration after the first changes, in SQL (migrations.py runs it).
+
+A view that reads a table which is made anew is dropped first and created again
+afterwards; the comments are the documentation, as in schema.py.
+"""
+
+from __future__ import annotations
+
+#: Before, a configuration had one call graph, and profiling it on another device
+#: or with another engine version replaced it.
+GRAPH_OF_EACH_ENVIRONMENT: tuple[str, ...] = (
+    "DROP VIEW configuration_coverage",
+    "DROP VIEW shared_signature",
+    "DROP INDEX occurrence_by_signature",
+    "ALTER TABLE occurrence RENAME TO occurrence_1",
+    """\
+CREATE TABLE occurrence (
+    -- A signature at one place of a configuration's call graph. Together they
+    -- cover every kernel of one step of the full model exactly once. Each
+    -- environment has a graph of its own: kernels differ between two.
+    configuration_id INTEGER NOT NULL REFERENCES configuration (id) ON DELETE CASCADE,
+    environment_id   INTEGER REFERENCES environment (id),  -- NULL: of every environment
+    position         INTEGER NOT NULL,  -- order in the pass
+    path             TEXT NOT NULL,     -- module path, layer numbers as *: 'model.layers.*.mlp'
+    module_class     TEXT NOT NULL,     -- 'QKVParallelLinear'
+    signature        TEXT NOT NULL REFERENCES signature (hash),
+    count            INTEGER NOT NULL CHECK (count >= 1),  -- runs in one step of the full model
+    layers           TEXT NOT NULL CHECK (layers LIKE '[%]')  -- JSON array; [] outside the layers
+)""",
+    # A graph goes to every environment that has measured something of it.
+    """\
+INSERT INTO occurrence
+SELECT o.configuration_id, place.environment_id, o.position, o.path, o.module_class, o.signature,
+       o.count, o.layers
+FROM occurrence_1 AS o
+LEFT JOIN (
+    SELECT DISTINCT o.configuration_id, m.environment_id
+    FROM occurrence_1 AS o
+    JOIN measurement AS m ON m.signature = o.signature
+    JOIN configuration AS c ON c.id = o.configuration_id
+    JOIN environment AS e ON e.id = m.environment_id AND e.engine = c.engine
+) AS place ON place.configuration_id = o.configuration_id""",
+    "DROP TABLE occurrence_1",
+    """\
+CREATE UNIQUE INDEX occurrence_by_place
+ON occurrence (configuration_id, ifnull(environment_id, 0), position)""",
+    "CREATE INDEX occurrence_by_signature ON occurrence (signature)",
+    "CREATE INDEX occurrence_by_environment ON occurrence (environment_id)",
+    """\
+CREATE VIEW configuration_coverage AS
+-- How much of each configuration each environment has measured: complete when
+-- every signature that the configuration runs there has a measurement there.
+SELECT c.id AS configuration_id, c.model, e.id AS environment_id, e.device,
+       count(DISTINCT o.signature) AS signatures,
+       count(DISTINCT CASE WHEN k.points > 0 THEN o.signature END) AS measured,
+       count(DISTINCT CASE WHEN k.points > 0 THEN o.signature END)
+           = count(DISTINCT o.signature) AS complete
+FROM configuration AS c
+JOIN occurrence AS o ON o.configuration_id = c.id
+JOIN environment AS e ON e.engine = c.engine AND e.id = ifnull(o.environment_id, e.id)
+LEFT JOIN known_signature AS k ON k.signature = o.signature AND k.environment_id = e.id
+GROUP BY c.id, e.id
+HAVING measured > 0""",
+    """\
+CREATE VIEW shared_signature AS
+-- Signatures that several configurations run: measured once for all of them.
+SELECT s.hash AS signature, s.name, s.kind,
+       count(DISTINCT o.configuration_id) AS configurations,
+       group_concat(DISTINCT o.configuration_id) AS configuration_ids
+FROM occurrence AS o
+JOIN signature AS s ON s.hash = o.signature
+GROUP BY s.hash
+HAVING configurations > 1""",
+)
