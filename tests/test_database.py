@@ -507,23 +507,29 @@ def test_a_graph_of_version_1_goes_to_where_it_was_measured(
         connection.execute(
             "INSERT INTO signature VALUES (?, ?, 'module', 'tokens', '{}')", (value, name)
         )
-    connection.execute("INSERT INTO workload_point (key, kind, num_tokens) VALUES ('t', 'tokens', 1)")
+    point = "INSERT INTO workload_point (key, kind, num_tokens) VALUES ('t', 'tokens', 1)"
+    connection.execute(point)
     for n, engine in enumerate(("vllm", "vllm", "vidur"), start=1):
         connection.execute(
-            "INSERT INTO environment VALUES (?, ?, 'd', 'cpu', ?, '1', '{}', '')", (n, "e" * 63 + str(n), engine)
+            "INSERT INTO environment VALUES (?, ?, 'd', 'cpu', ?, '1', '{}', '')",
+            (n, "e" * 63 + str(n), engine),
         )
     for n, key in ((1, "m"), (2, "n")):
         connection.execute(
-            "INSERT INTO configuration VALUES (?, ?, 'm', 'vllm', 'b', 'd', 'k', 16, 1, 1, 'eager', 2, '{}', '{}', '')",
+            "INSERT INTO configuration VALUES"
+            " (?, ?, 'm', 'vllm', 'b', 'd', 'k', 16, 1, 1, 'eager', 2, '{}', '{}', '')",
             (n, "c" * 63 + str(n)),
         )
-        connection.execute("INSERT INTO occurrence VALUES (?, 0, 'p', 'M', ?, 1, '[]')", (n, hashes[key]))
+        place = "INSERT INTO occurrence VALUES (?, 0, 'p', 'M', ?, 1, '[]')"
+        connection.execute(place, (n, hashes[key]))
     for environment in (2, 3):
         connection.execute(
-            "INSERT INTO measurement VALUES (NULL, ?, ?, 1, 1, '[1.0]', 1, 1, 1, 1, 1, 1, 0, 0, '')",
+            "INSERT INTO measurement VALUES"
+            " (NULL, ?, ?, 1, 1, '[1.0]', 1, 1, 1, 1, 1, 1, 0, 0, '')",
             (hashes["m"], environment),
         )
     connection.close()
     with Database.open(path):
         pass
-    assert query(path, "SELECT configuration_id, environment_id FROM occurrence") == [(1, 2), (2, None)]
+    places = query(path, "SELECT configuration_id, environment_id FROM occurrence")
+    assert places == [(1, 2), (2, None)]
