@@ -273,6 +273,11 @@ def test_copies(tensor: torch.Tensor) -> None:
         assert copy.data_ptr() != tensor.data_ptr()
 
 
+def test_parameters_are_not_copied() -> None:
+    weight = torch.nn.Parameter(torch.ones(2), requires_grad=False)
+    assert copied((weight,))[0] is weight
+
+
 # -- live steps -----------------------------------------------------------------
 
 

@@ -189,6 +189,8 @@ def test_they_are_those_of_a_step(engine: VllmEngine, trace: Trace) -> None:
     assert requests != trace.num_reqs
     with captured(engine, traced_batch(tokens, requests), list(tops)) as calls:
         assert len(calls) == len(tops)
+        embedding = next(c for c in calls if "embedding" in tops[c.path, c.ordinal].name)
+        assert embedding.args[0] is engine.module("model.embed_tokens").weight  # not copied
         for call in calls:
             op = tops[call.path, call.ordinal]
             made = arguments(op, trace.formulas[op.index], tokens, requests)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import shutil
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,15 +27,13 @@ from dooly_backend.errors import InputError
 from dooly_backend.operations.capture import captured
 from dooly_backend.operations.runnable import Entry
 from dooly_backend.profiling import profiler
-from dooly_backend.profiling.measure import Regime, Subject, measure, spread
+from dooly_backend.profiling.measure import Regime, Subject, spread
 from dooly_backend.profiling.profiler import (
     operations_us,
     profile,
     step_batches,
     subject_of,
 )
-from dooly_backend.profiling.sweep import sweep_points
-from dooly_backend.profiling.timer import Sample, Timer
 from dooly_backend.regression.latency import LatencyModel
 from dooly_backend.workload import Batch, WorkloadPoint
 from shims.vidur.costs import StepCosts
@@ -283,50 +279,6 @@ def test_any_other_error_is_no_reason(
     assert not skipped(path)
 
 
-# -- points of a sweep ----------------------------------------------------------
-
-
-def limited(**limits: int) -> Any:
-    return SimpleNamespace(
-        **({"max_num_tokens": 512, "max_num_reqs": 8, "max_request_len": 255} | limits)
-    )
-
-
-def keys_of(kind: Any, engine: Any, sweep: Sweep = SMOKE) -> dict[str, str]:
-    signature = Signature("x", "module", kind, "{}")
-    return {point.key: batch.key for point, batch in sweep_points(signature, sweep, engine)}
-
-
-def test_points_within_the_limits() -> None:
-    assert keys_of("requests", limited()) == {
-        "requests=1": "1x1+64",
-        "requests=4": "4x1+64",
-    }
-    assert keys_of("tokens", limited(max_num_tokens=64)) == {
-        "tokens=1": "1x1+0",
-        "tokens=16": "1x16+0",
-        "tokens=64": "1x64+0",
-    }
-    assert keys_of("constant", limited()) == {"constant": "1x1+0"}
-    batches = keys_of("batch", limited())
-    assert batches["batch=1x16+64"] == "1x16+64"
-    assert "batch=1x16+256" not in batches  # longer than a request may be
-    assert "batch=16x1+64" not in batches  # more requests than a step may have
-
-
-def test_tokens_beyond_a_request_are_several() -> None:
-    sweep = widened(tokens=[255, 256, 510])
-    assert keys_of("tokens", limited(), sweep) == {
-        "tokens=255": "1x255+0",
-        "tokens=256": "1x255+0,1x1+0",
-        "tokens=510": "2x255+0",
-    }
-
-
-def test_requests_where_requests_are_short() -> None:
-    assert keys_of("requests", limited(max_request_len=17))["requests=4"] == "4x1+16"
-
-
 # -- which call is timed --------------------------------------------------------
 
 
@@ -369,137 +321,6 @@ def test_a_call_that_the_step_does_not_run() -> None:
     signature = Signature("Leaf", "module", "tokens", "{}")
     with pytest.raises(InputError, match="trace again"):
         subject_of(signature.hash, [entry], {entry: signature}, [call("other", object())])
-
-
-# -- how it is timed ------------------------------------------------------------
-
-
-class Script(Timer):
-    """An engine and a timer that write down what happens.
-
-    Samples come from a list; negative ones are disturbed.
-    """
-
-    def __init__(self, samples: Sequence[float] = ()) -> None:
-        self.events: list[str] = []
-        self.samples = list(samples)
-
-    @contextmanager
-    def running(self, context: Any) -> Iterator[None]:
-        yield
-
-    @contextmanager
-    def routed(self, experts: Any) -> Iterator[None]:
-        assert experts is None
-        yield
-
-    def call(self, called: CapturedCall) -> None:
-        self.events.append(called.path)
-        called()
-
-    def flush(self) -> None:
-        self.events.append("flush")
-
-    def time(self, timed: Any) -> Sample:
-        self.events.append(f"time {timed.path}")
-        timed()
-        sample = self.samples.pop(0) if self.samples else 10.0
-        return Sample(abs(sample), disturbed=sample < 0)
-
-
-POINT = WorkloadPoint("tokens", num_tokens=16)
-
-
-def measurements(script: Script, regime: Regime, *subjects: Subject) -> list[Measurement]:
-    keyed = {(str(i), POINT): subject for i, subject in enumerate(subjects)}
-    return list(measure(script, script, keyed, regime).values())  # type: ignore[arg-type]
-
-
-def subject(name: str, sibling: bool = True, predecessor: bool = True) -> Subject:
-    def nothing(*_: Any) -> None:
-        return None
-
-    return Subject(
-        call(name, nothing),
-        call(f"{name} predecessor", nothing) if predecessor else None,
-        call(f"{name} sibling", nothing) if sibling else None,
-    )
-
-
-def test_weights_are_cold_and_code_is_warm() -> None:
-    script = Script()
-    measurements(script, Regime(repeats=1, warmups=0), subject("a"))
-    assert script.events == ["flush", "a sibling", "a predecessor", "time a"]
-    script = Script()
-    measurements(script, Regime(repeats=1, warmups=0), subject("a", sibling=False))
-    assert script.events == ["a", "flush", "a predecessor", "time a"]
-    script = Script()
-    measurements(script, Regime(repeats=1, warmups=0), subject("a", False, False))
-    assert script.events == ["a", "flush", "time a"]
-
-
-def test_subjects_take_turns_and_warm_ups_are_dropped() -> None:
-    script = Script([900.0, 901.0, *map(float, range(10, 16))])
-    found = measurements(script, Regime(repeats=3, warmups=1, spread=9), subject("a"), subject("b"))
-    timed = [event for event in script.events if event.startswith("time")]
-    assert timed == ["time a", "time b"] * 4
-    assert [m.samples_us for m in found] == [(10, 12, 14), (11, 13, 15)]
-    assert not any(m.unstable for m in found)
-
-
-def test_a_call_that_lost_its_processor_is_timed_again() -> None:
-    script = Script([-90.0, 10.0, 11.0, -91.0, -92.0, 12.0])
-    (found,) = measurements(script, Regime(repeats=3, warmups=0, spread=9), subject("a"))
-    assert found.samples_us == (10, 11, 12)
-    assert script.events[:4] == ["flush", "a sibling", "a predecessor", "time a"]
-    assert script.events[4:8] == script.events[:4]  # as in a step, again
-    script = Script([-90.0, -80.0, -85.0, 10.0])
-    regime = Regime(repeats=2, warmups=0, spread=9, attempts=3)
-    (found,) = measurements(script, regime, subject("a"))
-    assert found.samples_us == (80, 10)  # the quickest of three disturbed ones
-
-
-def test_a_disturbed_point_is_measured_again() -> None:
-    noisy, quiet = [10.0, 10.0, 20.0, 20.0, 20.0], [11.0] * 5
-    script = Script([*noisy, *quiet])
-    (found,) = measurements(script, Regime(repeats=5, warmups=0), subject("a"))
-    assert (found.samples_us, found.unstable) == (tuple(quiet), False)
-    assert not script.samples
-
-
-def test_only_the_disturbed_point_is_measured_again() -> None:
-    rounds = [10.0, 5.0, 10.0, 5.0, 20.0, 5.0, 20.0, 5.0, 20.0, 5.0]
-    script = Script([*rounds, *[11.0] * 5])
-    regime = Regime(repeats=5, warmups=0)
-    found = measurements(script, regime, subject("a"), subject("b"))
-    assert [m.samples_us for m in found] == [(11.0,) * 5, (5.0,) * 5]
-    assert not script.samples
-
-
-def test_a_point_that_stays_disturbed_is_marked() -> None:
-    best = [10.0, 10.0, 12.0, 12.0, 12.0]
-    worse = [10.0, 10.0, 20.0, 20.0, 20.0]
-    script = Script([*worse, *best, *worse])
-    (found,) = measurements(script, Regime(repeats=5, warmups=0, rounds=3), subject("a"))
-    assert (found.samples_us, found.unstable) == (tuple(best), True)
-    assert not script.samples
-
-
-def test_arguments_are_fresh_for_every_sample() -> None:
-    """A call may write into its arguments, and others of its kind change nothing of them."""
-    seen: list[list[float]] = []
-    argument, repeated = torch.zeros(3), torch.zeros(1).expand(4)
-
-    def writes(tensor: torch.Tensor, other: torch.Tensor) -> None:
-        seen.append(tensor.tolist())
-        tensor += 1
-
-    called = CapturedCall("a", writes, (argument,), {"other": repeated}, None, 0)
-    script = Script()
-    measurements(script, Regime(repeats=3, warmups=1), Subject(called, None, None))
-    # Each sample warms the code with the call itself, which also writes.
-    timed = seen[1::2]
-    assert timed == [[0.0] * 3] * 4
 
 
 # -- conservation ---------------------------------------------------------------
@@ -569,14 +390,3 @@ def test_vidurs_tables_add_up_to_the_step(model: LatencyModel, layout: Layout) -
     assert statistics.fmean(map(abs, errors)) < 0.01
     # Vidur rounds contexts; of sixteen short ones it makes a little more than they are.
     assert max(map(abs, errors)) < 0.02
-
-
-def test_on_a_busy_host_nothing_is_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    script = Script([-5.0, -6.0, -7.0])
-    monkeypatch.setattr(script, "is_calm", False)
-    call = CapturedCall("a", lambda: None, (), {}, None, 0)
-    point = WorkloadPoint("tokens", num_tokens=1)
-    regime = Regime(repeats=3, warmups=0)
-    found = measure(script, script, {("h", point): Subject(call, None, call)}, regime)
-    assert found["h", point].samples_us == (5.0, 6.0, 7.0)
-    assert not script.samples

@@ -218,6 +218,8 @@ def once(tensor: Any) -> Any:
 def copied(value: Any) -> Any:
     """`value` with every tensor in it copied, strides kept.
 
+    Parameters stay as they are, since no step writes them.
+
     `Tensor.clone` would make a slice of the QKV projection contiguous, and a
     kernel may choose its path by the strides.
     """
@@ -226,6 +228,8 @@ def copied(value: Any) -> Any:
     from torch.utils._pytree import tree_map_only
 
     def copy(tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, torch.nn.Parameter):
+            return tensor
         twin = torch.empty_strided(
             tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device
         )

@@ -47,13 +47,18 @@ class Subject:
 
 
 class _Arguments:
-    """The tensors of a call, and copies to restore what the call overwrites."""
+    """The tensors of a call, and copies to restore what the call overwrites.
+
+    An operation's weights are not among them: writing them would warm them.
+    """
 
     def __init__(self, call: CapturedCall) -> None:
         self._tensors = [
             once(leaf)
             for leaf in tree_leaves((call.args, dict(call.kwargs)))
-            if isinstance(leaf, torch.Tensor) and leaf.numel()
+            if isinstance(leaf, torch.Tensor)
+            and not isinstance(leaf, torch.nn.Parameter)
+            and leaf.numel()
         ]
         self._originals: list[torch.Tensor] = copied(self._tensors)
 

@@ -6,33 +6,25 @@ Usage: python -m integration.corpus.one NAME
 from __future__ import annotations
 
 import json
-import re
 import sys
 import time
-from collections import Counter
 from typing import Any
 
 from dooly_backend.config import Sweep, load_sweep
 from dooly_backend.database.records import Occurrence, Signature
 from dooly_backend.engines import Engine, boot
 from dooly_backend.operations.callgraph import occurrences, signatures
-from dooly_backend.operations.cover import recorded, step_cover
-from dooly_backend.operations.runnable import RunnableSet, resolve_from, tried
-from dooly_backend.operations.tree import any_layer
+from dooly_backend.operations.runnable import resolve_from, tried
 from dooly_backend.profiling.measure import Regime
 from dooly_backend.profiling.plan import point_seconds
 from dooly_backend.profiling.planners import group_of
 from dooly_backend.profiling.sweep import sweep_points
 from dooly_backend.tracing.tracer import trace_model
-from dooly_backend.workload import Batch
 from integration.corpus.corpora import CASES, Case
+from integration.coverage.runnable import covers
 
 #: The sweep whose points are counted: the one for CPUs.
 SWEEP = "quick"
-
-#: Steps of one phase alone, beside the mixed one that is traced.
-PREFILLS = Batch.parse("2x40+0")
-DECODES = Batch.parse("9x1+70")
 
 
 def measure(case: Case) -> dict[str, Any]:
@@ -56,14 +48,7 @@ def measure(case: Case) -> dict[str, Any]:
             "signatures": described(graph, sweep, engine),
             "operation_signatures": described(fine_graph, sweep, engine, canonical=False),
             "operation_occurrences": sum(o.count for o in fine_graph),
-            "entries": granularity(runnable),
-            "operation_entries": granularity(finer),
-            "steps": {
-                name: phase(engine, runnable, finer, batch)
-                for name, batch in (("prefill", PREFILLS), ("decode", DECODES))
-            },
-            "stateful": stateful(engine, runnable),
-            "moe": {path: [m.experts, m.top_k] for path, m in engine.moe.items()},
+            **covers(engine, trace, runnable, finer),
             "seconds": round(time.perf_counter() - start, 1),
         }
 
@@ -96,49 +81,6 @@ def described(
 def kept(signature: Signature) -> str | None:
     """The canonical text where the corpus compares it."""
     return signature.canonical if signature.kind in ("batch", "routing") else None
-
-
-def granularity(runnable: RunnableSet) -> dict[str, Any]:
-    """How many entries of which granularity, and why those that are coarser are."""
-    reasons: Counter[str] = Counter()
-    for entry in runnable.entries:
-        if entry.reason:
-            reasons[f"{entry.name}: {generic(entry.reason)}"] += 1
-    return {
-        **Counter(entry.granularity for entry in runnable.entries),
-        "stateful": sum(entry.stateful for entry in runnable.entries),
-        "reasons": dict(reasons),
-    }
-
-
-def generic(reason: str) -> str:
-    """A reason without the numbers of one layer or one machine."""
-    return re.sub(r"0x[0-9a-f]+", "0x...", any_layer(reason))
-
-
-def phase(
-    engine: Engine, runnable: RunnableSet, finer: RunnableSet, batch: Batch
-) -> dict[str, Any]:
-    """How a step of one phase lies under the entries of the mixed step's trace."""
-    step = recorded(engine, batch)
-    found = {}
-    for name, entries in (("modules", runnable.entries), ("operations", finer.entries)):
-        cover = step_cover(step, entries)
-        found[name] = {
-            "kernels": cover.kernels,
-            "gaps": sorted(set(cover.gaps)),
-            "doubles": sorted(set(cover.doubles)),
-            "idle": sorted(set(cover.idle)),
-        }
-    return found
-
-
-def stateful(engine: Engine, runnable: RunnableSet) -> dict[str, Any]:
-    """Paths that were found to need state by running them, and the engine's own registry."""
-    return {
-        "found": {e.path: e.name for e in runnable.entries if e.stateful},
-        "registry": sorted(engine.stateful),
-    }
 
 
 if __name__ == "__main__":

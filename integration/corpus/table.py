@@ -19,6 +19,7 @@ from integration.corpus.summary import (
     figures,
     groups_of_attention,
 )
+from integration.coverage.runnable import PHASES, registry_agrees
 
 NOTES = """\
 What four planners would measure of the paper's corpora (section 7.2, Tables 3, 11 and 13). Every
@@ -129,22 +130,16 @@ def _model(result: Mapping[str, Any]) -> dict[str, Any]:
         "finer_modules": finer.get("module", 0),
         "finer_operations": finer.get("operation", 0),
         "finer_signatures": len(result["operation_signatures"]),
-        "registry_agrees": _agrees(result),
+        "registry_agrees": "yes" if registry_agrees(result) else "no",
     }
-    for name, step in result["steps"].items():
+    for name in PHASES:
+        step = result["steps"][name]
         kernels = step["modules"]["kernels"]
         holes = sum(len(s["gaps"]) + len(s["doubles"]) for s in step.values())
         idle = len(step["modules"]["idle"])
         line[name] = f"{kernels} of {kernels}" if not holes else f"{holes} of {kernels} not once"
         line[f"{name}_idle"] = idle
     return line | {"seconds_to_plan": result["seconds"]}
-
-
-def _agrees(result: Mapping[str, Any]) -> str:
-    """Whether what needed state when run is what the engine's registry binds to state."""
-    stateful = result["stateful"]
-    found = set(stateful["found"]) - set(result["moe"])
-    return "yes" if found == set(stateful["registry"]) else "no"
 
 
 def markdown(found: list[Figures], results: Results, models: list[dict[str, Any]]) -> str:

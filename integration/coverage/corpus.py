@@ -93,8 +93,9 @@ CASES = (
 
 
 def find(names: list[str]) -> list[Case]:
-    """The cases whose name contains one of `names`, in any case; all without names."""
-    wanted = [name.lower() for name in names]
-    return [
-        case for case in CASES if not wanted or any(name in case.name.lower() for name in wanted)
-    ]
+    """The cases called like one of `names`, or else with it in their name; all without names."""
+    wanted: set[str] = set()
+    for name in map(str.lower, names):
+        called = {case.name for case in CASES if case.name.lower() == name}
+        wanted |= called or {case.name for case in CASES if name in case.name.lower()}
+    return [case for case in CASES if not names or case.name in wanted]

@@ -1,7 +1,8 @@
 """Trace one case in this process and print what came out as one line of JSON.
 
-Usage: python -m integration.coverage.one INDEX START
-START is when the parent started this process (time.time()).
+Usage: python -m integration.coverage.one INDEX START PART...
+START is when the parent started this process (time.time()); a PART is trace
+(labels, collisions, cost) or runnable (entries, and what they cover).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import resource
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from dooly_backend.config import RunOptions
@@ -21,29 +22,43 @@ from dooly_backend.tracing.sources import collect
 from dooly_backend.tracing.trace import STEP, Trace
 from dooly_backend.tracing.tracer import labelled_pass, trace_model
 from integration.coverage.corpus import CASES, Case
+from integration.coverage.runnable import resolved
 
 _REPEATS = 5
 
 
-def measure(case: Case, start: float) -> dict[str, Any]:
-    """The case's row of the table."""
+def measure(case: Case, start: float, parts: Collection[str]) -> dict[str, Any]:
+    """The case's row of the table, those columns that `parts` fill."""
     with boot(options_of(case)) as engine:
         booted = time.time() - start
         trace = trace_model(engine)
         checked = time.time() - start
-        row = {
+        row: dict[str, Any] = {
             "name": case.name,
             "shows": case.shows,
             "changes": case.changes,
             "layers": trace.layers,
-            **figures(trace),
-            "boot_seconds": round(booted, 1),
-            "seconds": round(checked, 1),
-            **colliding(engine, trace),
-            "traced_to_plain": round(cost(engine, trace), 2),
         }
-    row["peak_gib"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 1)
+        if "trace" in parts:
+            row |= {
+                **figures(trace),
+                "boot_seconds": round(booted, 1),
+                "seconds": round(checked, 1),
+                **colliding(engine, trace),
+                "traced_to_plain": round(cost(engine, trace), 2),
+                "peak_gib": peak_gib(),
+            }
+        if "runnable" in parts:
+            before = time.time()
+            row |= resolved(engine, trace)
+            row["resolve_seconds"] = round(time.time() - before, 1)
+            row["resolve_peak_gib"] = peak_gib()
     return row
+
+
+def peak_gib() -> float:
+    """Most memory that this process had so far."""
+    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 1)
 
 
 def options_of(case: Case) -> RunOptions:
@@ -107,4 +122,5 @@ def _seconds(call: Callable[[], object]) -> float:
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(CASES[int(sys.argv[1])], float(sys.argv[2]))), flush=True)
+    index, start, *parts = sys.argv[1:]
+    print(json.dumps(measure(CASES[int(index)], float(start), parts)), flush=True)

@@ -1,14 +1,9 @@
-"""The coverage table as Markdown."""
+"""The coverage tables as Markdown."""
 
 from __future__ import annotations
 
-COLUMNS = (
-    "name", "shows", "changes", "layers", "operations", "operations_outside", "dimensions",
-    "label_model_config", "label_num_toks", "label_num_reqs", "label_mix", "label_engine",
-    "label_literal", "unlabelled", "unlabelled_names", "accuracy", "repaired", "following",
-    "predicted", "planned", "outside", "outside_agreeing", "tokens", "requests", "collision",
-    "retraced", "same_labels", "boot_seconds", "seconds", "traced_to_plain", "peak_gib", "error",
-)  # fmt: skip
+from collections import Counter
+from collections.abc import Iterable
 
 _HEAD = (
     "configuration", "shows", "layers", "ops", "sizes", "model_config", "num_toks", "num_reqs",
@@ -31,18 +26,75 @@ the start of the process to the checked trace, two threads on a shared host.
 """
 
 
-def markdown(rows: list[dict[str, str]]) -> str:
-    """The table, with what it means; rows that failed say why."""
+_COVER_HEAD = (
+    "configuration", "modules", "operations", "stateful", "finer: modules", "operations",
+    "captured", "registry agrees", "traced step", "prefill", "decode", "coarse because",
+)  # fmt: skip
+
+COVER_NOTES = """\
+Every call of the trace was run again, at two other sizes, and the trace resolved into entries
+twice: as on a CPU, where leaf modules stay whole, and (*finer*) as on a GPU, where operations are
+preferred. *stateful*: entries that ran only with the engine's forward context; *registry agrees*:
+they are those that the engine's own registry binds to state, mixture-of-experts layers apart.
+*captured*: operations that ran with the arguments of a step, since none could be made. *traced
+step*, *prefill* (two alone), *decode* (nine alone): leaves of the step, which are operations inside
+modules that run a kernel of this device, found under exactly one entry by their place, in both
+sets; views and collectives are none. *coarse because*: number of a reason below, and how many
+entries have it. `runnable.csv` has the reasons by configuration and entry."""
+
+
+def markdown(rows: list[dict[str, str]], entries: list[dict[str, str]]) -> str:
+    """Both tables, with what they mean; rows that failed say why."""
+    traced = [row for row in rows if row["dimensions"]]
     lines = ["# Coverage of tainted tracing", "", NOTES, ""]
-    lines += [_line(_HEAD), _line(["---"] * len(_HEAD))]
-    lines += [_line(_cells(row)) for row in rows if not row["error"]]
-    failures = [f"- {row['name']} ({row['shows']}): {row['error']}" for row in rows if row["error"]]
-    if failures:
-        lines += ["", "Not traced:", "", *failures]
-    unlabelled = [f"- {r['name']}: {r['unlabelled_names']}" for r in rows if r["unlabelled_names"]]
-    if unlabelled:
-        lines += ["", "Unlabelled:", "", *unlabelled]
+    lines += [_line(_HEAD), _line(["---"] * len(_HEAD)), *(_line(_cells(row)) for row in traced)]
+    lines += _listed("Not traced:", rows, "trace_error")
+    lines += _listed("Unlabelled:", rows, "unlabelled_names")
+    lines += ["", "# Runnable sets", "", COVER_NOTES, "", *_covers(rows, entries)]
+    lines += _listed("Not resolved:", rows, "runnable_error")
+    lines += _listed("Not under exactly one entry:", rows, "not_once")
     return "\n".join(lines) + "\n"
+
+
+def _listed(title: str, rows: list[dict[str, str]], column: str) -> list[str]:
+    found = [f"- {row['name']} ({row['shows']}): {row[column]}" for row in rows if row[column]]
+    return ["", title, "", *found] if found else []
+
+
+def _covers(rows: list[dict[str, str]], entries: list[dict[str, str]]) -> list[str]:
+    """The table of entries, and below it the reasons, numbered from the most frequent on."""
+    met = Counter((e["preferred"], e["reason"]) for e in entries)
+    numbers = {reason: number for number, (reason, _) in enumerate(met.most_common(), 1)}
+    lines = [_line(_COVER_HEAD), _line(["---"] * len(_COVER_HEAD))]
+    for row in rows:
+        if row["traced_leaves"]:
+            why: Counter[int] = Counter()
+            for e in entries:
+                if e["name"] == row["name"]:
+                    why[numbers[e["preferred"], e["reason"]]] += int(e["count"])
+            lines.append(_line(_cover_cells(row, sorted(why.items()))))
+    head = ("reason", "set", "why it is not finer", "entries", "configurations")
+    lines += ["", _line(head), _line(["---"] * len(head))]
+    for (preferred, reason), number in numbers.items():
+        here = [e for e in entries if (e["preferred"], e["reason"]) == (preferred, reason)]
+        which = "finer" if preferred == "operations" else "whole modules"
+        names = ", ".join(sorted({e["entry"] for e in here}))
+        models = str(len({e["name"] for e in here}))
+        lines.append(_line([str(number), which, reason.replace("|", "\\|"), names, models]))
+    return lines
+
+
+def _cover_cells(row: dict[str, str], why: list[tuple[int, int]]) -> list[str]:
+    steps = []
+    for step in ("traced", "prefill", "decode"):
+        once = min(int(row[f"{step}_once"]), int(row[f"{step}_finer_once"]))
+        steps.append(f"{once} of {row[f'{step}_leaves']}")
+    return [
+        row["name"], row["entries_modules"], row["entries_operations"], row["stateful"],
+        row["finer_modules"], row["finer_operations"], row["finer_captured"],
+        "yes" if row["registry_agrees"] == "True" else "no", *steps,
+        ", ".join(f"{number} ({count})" for number, count in why),
+    ]  # fmt: skip
 
 
 def _cells(row: dict[str, str]) -> list[str]:
@@ -60,5 +112,5 @@ def _cells(row: dict[str, str]) -> list[str]:
     ]  # fmt: skip
 
 
-def _line(cells: object) -> str:
-    return "| " + " | ".join(cells) + " |"  # type: ignore[arg-type]
+def _line(cells: Iterable[str]) -> str:
+    return "| " + " | ".join(cells) + " |"

@@ -1,0 +1,185 @@
+"""Whole modules against the sums of their operations, timed in turns in one run.
+
+    python -m integration.granularity.run [-o FOLDER] [--seconds 300] [--repeats 9]
+
+For each module of the paper's section 7.4 (linear of Llama-3.1-8B's widths,
+Gemma's RMSNorm, Cohere's LayerNorm) and each number of tokens the module, the
+module again (how far two timings of the same call differ), and every operation
+that it runs take turns, each timed as the profiler times them. Runs on the
+device that the engine finds: a CPU, or a GPU behind CUDA events. Writes
+granularity.csv and granularity.md to FOLDER, after each module.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from dooly_backend.database.records import Environment
+from dooly_backend.engines import Engine, boot
+from dooly_backend.errors import DoolyError
+from dooly_backend.operations.capture import Key, captured
+from dooly_backend.profiling.measure import Regime, measure
+from dooly_backend.profiling.sweep import prefills
+from dooly_backend.profiling.timer import Timer, quiet_process, timer_for
+from dooly_backend.workload import WorkloadPoint
+from integration.granularity.pairs import PAIRS, Site, sites, subjects
+
+TOKENS = tuple(2**n for n in range(12))
+HERE = Path(__file__).resolve().parent
+
+
+@dataclass(frozen=True)
+class Row:
+    """One module at one number of tokens; medians in microseconds.
+
+    `difference` is the percentage by which the sum of the operations exceeds
+    the module, the median over turns, `low` and `high` its quartiles; `jitter`
+    the same of the module's second timing.
+    """
+
+    pair: str
+    module: str
+    shape: str
+    operations: int
+    tokens: int
+    module_us: float
+    operations_us: float
+    difference: float
+    low: float
+    high: float
+    jitter: float
+    unstable: bool
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("-o", "--out", type=Path, default=HERE / "results" / "cpu")
+    parser.add_argument(
+        "--seconds", type=float, default=300, help="for everything but the first start"
+    )
+    parser.add_argument("--repeats", type=int, default=9)
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    rows: list[Row] = []
+    missing: list[str] = []
+    left = sum(len(pair.names) for pair in PAIRS)
+    last = time.monotonic() + arguments.seconds
+    regime = Regime(repeats=arguments.repeats)
+    for pair in PAIRS:
+        try:
+            with boot(pair.options) as engine, quiet_process():
+                found, leaves = sites(engine, pair.names)
+                for site in found:
+                    now = time.monotonic()
+                    end = now + (last - now) / left  # what one does not use the others may
+                    left -= 1
+                    rows += compared(engine, pair.title, site, leaves, regime, end)
+                    if rows[-1].tokens != TOKENS[-1]:
+                        missing.append(f"{pair.title}, {site.path}: above {rows[-1].tokens} tokens")
+                    write(rows, missing, engine.environment, arguments.out)
+        except DoolyError as error:
+            print(f"error: {pair.title}: {error}", file=sys.stderr)
+            return error.exit_code
+    print((arguments.out / "granularity.md").read_text())
+    return 0
+
+
+def compared(
+    engine: Engine, title: str, site: Site, leaves: Sequence[Key], regime: Regime, end: float
+) -> Iterator[Row]:
+    """A row for each number of tokens, as long as the next is likely to be done before `end`."""
+    timer = timer_for(engine)
+    taken = 0.0
+    for tokens in TOKENS:
+        start = time.monotonic()
+        if start + 2 * taken > end and tokens != TOKENS[0]:
+            return
+        yield _row(engine, timer, title, site, leaves, regime, tokens)
+        taken = time.monotonic() - start
+
+
+def _row(
+    engine: Engine,
+    timer: Timer,
+    title: str,
+    site: Site,
+    leaves: Sequence[Key],
+    regime: Regime,
+    tokens: int,
+) -> Row:
+    point = WorkloadPoint("tokens", num_tokens=tokens)
+    keys = list(dict.fromkeys([*leaves, *site.keys]))
+    with captured(engine, prefills(tokens, engine.max_request_len), keys) as calls:
+        found = subjects(site, calls)
+        named = {(f"operation {at}", point): subject for at, subject in found.items()}
+        named |= {(name, point): found[None] for name in ("module", "again")}
+        del named["operation None", point]
+        measured = {key[0]: m for key, m in measure(engine, timer, named, regime).items()}
+    module, again = measured.pop("module"), measured.pop("again")
+    sums = [sum(turn) for turn in zip(*(m.samples_us for m in measured.values()), strict=True)]
+    against = [100 * (s / m - 1) for s, m in zip(sums, module.samples_us, strict=True)]
+    low, middle, high = statistics.quantiles(against, n=4, method="inclusive")
+    return Row(
+        pair=title,
+        module=f"{site.module_class} {site.path.rpartition('.')[2]}",
+        shape=site.shape,
+        operations=len(measured),
+        tokens=tokens,
+        module_us=statistics.median(module.samples_us),
+        operations_us=statistics.median(sums),
+        difference=middle,
+        low=low,
+        high=high,
+        jitter=100
+        * (statistics.median(again.samples_us) / statistics.median(module.samples_us) - 1),
+        unstable=module.unstable or any(m.unstable for m in measured.values()),
+    )
+
+
+def write(rows: Sequence[Row], missing: Sequence[str], environment: Environment, out: Path) -> None:
+    """granularity.csv and granularity.md in `out`."""
+    with (out / "granularity.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, [f.name for f in fields(Row)], lineterminator="\n")
+        writer.writeheader()
+        for row in rows:
+            values = asdict(row).items()
+            writer.writerow({k: round(v, 3) if isinstance(v, float) else v for k, v in values})
+    (out / "granularity.md").write_text(markdown(rows, missing, environment))
+
+
+NOTES = """\
+*difference*: by how much the sum of the operations, each timed alone, exceeds the whole module; the
+median over turns (its quartiles). *jitter*: the same of a second timing of the module, in the same
+turns. *: a spread above the regime's limit, also after three rounds."""
+
+
+def markdown(rows: Sequence[Row], missing: Sequence[str], environment: Environment) -> str:
+    """One table for each module."""
+    where = f"{environment.device}, {environment.engine} {environment.engine_version}, bfloat16"
+    lines = ["# Whole modules against the sums of their operations", "", f"{where}.", "", NOTES]
+    for title, module, shape, count in dict.fromkeys(
+        (row.pair, row.module, row.shape, row.operations) for row in rows
+    ):
+        lines += ["", f"## {title}: {module} ({shape}), operations: {count}", ""]
+        lines += ["| tokens | module us | operations us | difference % | jitter % |"]
+        lines += ["| ---: | ---: | ---: | ---: | ---: |"]
+        lines += [
+            f"| {r.tokens}{'*' if r.unstable else ''} | {r.module_us:.1f} | {r.operations_us:.1f} "
+            f"| {r.difference:+.1f} ({r.low:+.1f} to {r.high:+.1f}) | {r.jitter:+.1f} |"
+            for r in rows
+            if (r.pair, r.module) == (title, module)
+        ]
+    if missing:
+        lines += ["", "Not measured within the given seconds:", "", *(f"- {m}" for m in missing)]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,173 @@
+"""How a call is timed: what runs before it, what is taken again, what a sample starts from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+from dooly_backend.database.records import Measurement
+from dooly_backend.engines.base import CapturedCall
+from dooly_backend.profiling.measure import Regime, Subject, measure
+from dooly_backend.profiling.timer import Sample, Timer
+from dooly_backend.workload import WorkloadPoint
+
+
+class Script(Timer):
+    """An engine and a timer that write down what happens.
+
+    Samples come from a list; negative ones are disturbed.
+    """
+
+    def __init__(self, samples: Sequence[float] = ()) -> None:
+        self.events: list[str] = []
+        self.samples = list(samples)
+
+    @contextmanager
+    def running(self, context: Any) -> Iterator[None]:
+        yield
+
+    @contextmanager
+    def routed(self, experts: Any) -> Iterator[None]:
+        assert experts is None
+        yield
+
+    def call(self, called: CapturedCall) -> None:
+        self.events.append(called.path)
+        called()
+
+    def flush(self) -> None:
+        self.events.append("flush")
+
+    def time(self, timed: Any) -> Sample:
+        self.events.append(f"time {timed.path}")
+        timed()
+        sample = self.samples.pop(0) if self.samples else 10.0
+        return Sample(abs(sample), disturbed=sample < 0)
+
+
+POINT = WorkloadPoint("tokens", num_tokens=16)
+
+
+def measurements(script: Script, regime: Regime, *subjects: Subject) -> list[Measurement]:
+    keyed = {(str(i), POINT): subject for i, subject in enumerate(subjects)}
+    return list(measure(script, script, keyed, regime).values())  # type: ignore[arg-type]
+
+
+def call(path: str, target: Any) -> CapturedCall:
+    return CapturedCall(path, target, (), {}, None, 0)
+
+
+def subject(name: str, sibling: bool = True, predecessor: bool = True) -> Subject:
+    def nothing(*_: Any) -> None:
+        return None
+
+    return Subject(
+        call(name, nothing),
+        call(f"{name} predecessor", nothing) if predecessor else None,
+        call(f"{name} sibling", nothing) if sibling else None,
+    )
+
+
+def test_weights_are_cold_and_code_is_warm() -> None:
+    script = Script()
+    measurements(script, Regime(repeats=1, warmups=0), subject("a"))
+    assert script.events == ["flush", "a sibling", "a predecessor", "time a"]
+    script = Script()
+    measurements(script, Regime(repeats=1, warmups=0), subject("a", sibling=False))
+    assert script.events == ["a", "flush", "a predecessor", "time a"]
+    script = Script()
+    measurements(script, Regime(repeats=1, warmups=0), subject("a", False, False))
+    assert script.events == ["a", "flush", "time a"]
+
+
+def test_subjects_take_turns_and_warm_ups_are_dropped() -> None:
+    script = Script([900.0, 901.0, *map(float, range(10, 16))])
+    found = measurements(script, Regime(repeats=3, warmups=1, spread=9), subject("a"), subject("b"))
+    timed = [event for event in script.events if event.startswith("time")]
+    assert timed == ["time a", "time b"] * 4
+    assert [m.samples_us for m in found] == [(10, 12, 14), (11, 13, 15)]
+    assert not any(m.unstable for m in found)
+
+
+def test_a_call_that_lost_its_processor_is_timed_again() -> None:
+    script = Script([-90.0, 10.0, 11.0, -91.0, -92.0, 12.0])
+    (found,) = measurements(script, Regime(repeats=3, warmups=0, spread=9), subject("a"))
+    assert found.samples_us == (10, 11, 12)
+    assert script.events[:4] == ["flush", "a sibling", "a predecessor", "time a"]
+    assert script.events[4:8] == script.events[:4]  # as in a step, again
+    script = Script([-90.0, -80.0, -85.0, 10.0])
+    regime = Regime(repeats=2, warmups=0, spread=9, attempts=3)
+    (found,) = measurements(script, regime, subject("a"))
+    assert found.samples_us == (80, 10)  # the quickest of three disturbed ones
+
+
+def test_a_disturbed_point_is_measured_again() -> None:
+    noisy, quiet = [10.0, 10.0, 20.0, 20.0, 20.0], [11.0] * 5
+    script = Script([*noisy, *quiet])
+    (found,) = measurements(script, Regime(repeats=5, warmups=0), subject("a"))
+    assert (found.samples_us, found.unstable) == (tuple(quiet), False)
+    assert not script.samples
+
+
+def test_only_the_disturbed_point_is_measured_again() -> None:
+    rounds = [10.0, 5.0, 10.0, 5.0, 20.0, 5.0, 20.0, 5.0, 20.0, 5.0]
+    script = Script([*rounds, *[11.0] * 5])
+    regime = Regime(repeats=5, warmups=0)
+    found = measurements(script, regime, subject("a"), subject("b"))
+    assert [m.samples_us for m in found] == [(11.0,) * 5, (5.0,) * 5]
+    assert not script.samples
+
+
+def test_a_point_that_stays_disturbed_is_marked() -> None:
+    best = [10.0, 10.0, 12.0, 12.0, 12.0]
+    worse = [10.0, 10.0, 20.0, 20.0, 20.0]
+    script = Script([*worse, *best, *worse])
+    (found,) = measurements(script, Regime(repeats=5, warmups=0, rounds=3), subject("a"))
+    assert (found.samples_us, found.unstable) == (tuple(best), True)
+    assert not script.samples
+
+
+def test_arguments_are_fresh_for_every_sample() -> None:
+    """A call may write into its arguments, and others of its kind change nothing of them."""
+    seen: list[list[float]] = []
+    argument, repeated = torch.zeros(3), torch.zeros(1).expand(4)
+
+    def writes(tensor: torch.Tensor, other: torch.Tensor) -> None:
+        seen.append(tensor.tolist())
+        tensor += 1
+
+    called = CapturedCall("a", writes, (argument,), {"other": repeated}, None, 0)
+    script = Script()
+    measurements(script, Regime(repeats=3, warmups=1), Subject(called, None, None))
+    # Each sample warms the code with the call itself, which also writes.
+    timed = seen[1::2]
+    assert timed == [[0.0] * 3] * 4
+
+
+def test_weights_that_an_operation_is_given_stay_cold() -> None:
+    """Restoring them would write them into the cache right before the call."""
+    weight = torch.nn.Parameter(torch.ones(4), requires_grad=False)
+    reads: list[torch.Tensor] = []
+    called = CapturedCall("a", lambda x, w: reads.append(w), (torch.ones(4), weight), {}, None, 0)
+    version = weight._version
+    measurements(Script(), Regime(repeats=2, warmups=0), Subject(called, None, None))
+    assert weight._version == version  # nobody wrote it
+    assert all(read is weight for read in reads)
+
+
+def test_on_a_busy_host_nothing_is_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = Script([-5.0, -6.0, -7.0])
+    monkeypatch.setattr(script, "is_calm", False)
+    call = CapturedCall("a", lambda: None, (), {}, None, 0)
+    point = WorkloadPoint("tokens", num_tokens=1)
+    regime = Regime(repeats=3, warmups=0)
+    found = measure(script, script, {("h", point): Subject(call, None, call)}, regime)
+    assert found["h", point].samples_us == (5.0, 6.0, 7.0)
+    assert not script.samples
