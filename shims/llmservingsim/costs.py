@@ -96,13 +96,18 @@ class LayerCosts:
         cells = (self.times.routed(o, tokens, active) for o in self.of_home(MOE))
         return total(cells).times(1 / self.calls(MOE))
 
+    def routed(self, tokens: int) -> Cell:
+        """One call of it in a step of `tokens`, with the simulator's routing where it counts."""
+        if self.knows_routing:
+            return self.sparse(tokens, self.routing.active(tokens))
+        return self.dense(MOE, tokens)
+
     def step_us(self, batch: Batch) -> float:
         """One step without collectives, with the simulator's routing where it was measured."""
         us = self.times.step_us(batch) - self.collectives_us(batch)
         if self.knows_routing:
             tokens = batch.num_tokens
-            active = self.routing.active(tokens)
-            changed = self.sparse(tokens, active).us - self.dense(MOE, tokens).us
+            changed = self.routed(tokens).us - self.dense(MOE, tokens).us
             us += changed * self.calls(MOE)
         return us
 

@@ -232,8 +232,9 @@ def _approximations(all_costs: Sequence[LayerCosts], grids: Grids) -> Iterable[s
         stable = [name for name in architecture.layers if name in TP_STABLE]
         yield (
             f"The simulator reads {', '.join(stable)} from tp1 at every degree: what they cost "
-            f"more or less elsewhere is in {carrier(architecture)} (norms) and in lm_head and "
-            "embedding (the sampler and the step's own cost)."
+            f"more or less elsewhere is in {carrier(architecture)} (norms) and in lm_head (the "
+            "sampler). Of the step's own cost the sampler holds what every degree has; the rest "
+            "of each degree is in its embedding."
         )
     if architecture.experts:
         yield from _expert_notes(all_costs)
@@ -259,12 +260,12 @@ def _expert_notes(all_costs: Sequence[LayerCosts]) -> Iterable[str]:
     experts = all_costs[0].architecture.experts
     if all_costs[0].knows_routing:
         yield (
-            "moe.csv holds the sparse block by its tokens and the distinct experts that fire, as "
-            "measured at the smallest degree; the simulator reads it at every degree, for the "
-            "tokens and experts of one expert-parallel rank. Its BALANCED routing has more experts "
-            "fire at few tokens than random draws do, which Dooly's latency model expects: "
-            "'conservation' compares at the simulator's. What a divided block takes at other "
-            "degrees is in no table, so their figures there also show that difference."
+            "moe.csv holds the sparse block by its tokens and the distinct experts that fire. The "
+            "simulator reads the smallest degree's at every degree, for the tokens and experts of "
+            "one expert-parallel rank: where its BALANCED routing looks at a higher exported "
+            "degree (ep_size = tp_size), that degree's times lie; steps of few tokens that share a "
+            "place have their mean. BALANCED has more experts fire at few tokens than the random "
+            "draws that Dooly's latency model expects: 'conservation' compares at BALANCED."
         )
     else:
         yield (

@@ -2,13 +2,14 @@
 
 The simulator reads norms and the sampler from tp1 at every degree. What they
 cost more or less elsewhere is moved to layers that it reads from the degree's
-own folder: of norms to `CARRIER`, of the sampler to lm_head, and what a step
-costs more whatever it holds to the embedding.
+own folder: of norms to `carrier`, of the sampler to lm_head. What a step costs
+whatever it holds is in the sampler as far as every degree has it; the rest of
+each is in its embedding.
 
 Its moe.csv, too, is read from tp1 (the smallest degree where there is none),
-by the tokens and active experts of one expert-parallel rank. Where both were
-measured it holds just that. Where only tokens were, degrees still differ in
-the experts that a rank owns, so each has its own places in the one table.
+by the tokens and active experts of one expert-parallel rank. Degrees differ in
+the experts that a rank owns, so each has its own places in the one table. With
+one degree it holds what was measured by tokens and experts.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ..times import Axes, Cell
 from .architecture import Architecture
 from .costs import LayerCosts
 from .grids import AttentionGrid, Grids, doubling
-from .mapping import MOE, TP_STABLE
+from .mapping import TP_STABLE
 from .routing import Routing, expert_parallelism
 
 ATTENTION_COLUMNS = ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode", "time_us")
@@ -51,17 +52,15 @@ def build_tables(
     moe_sources: Counter[str] = Counter()
     moe: list[Row] = []
     if base.architecture.experts:
-        moe = (
-            _surface_rows(base, grids, axes, moe_sources)
-            if base.knows_routing
-            else _moe_rows(all_costs, grids, moe_sources)
-        )
+        moe = _moe_rows(all_costs, grids, axes, moe_sources)
     tables = {}
     for costs in all_costs:
         shared = base if base.degree == 1 and base.architecture.known else costs
+        sharing = all_costs if shared is base else [costs]
+        fixed = min(each.fixed_step_cost for each in sharing)
         counted: dict[str, Counter[str]] = defaultdict(Counter)
-        dense = _dense_rows(costs, shared, grids, counted["dense"])
-        per_sequence = _per_sequence_rows(costs, shared, grids, counted["per_sequence"])
+        dense = _dense_rows(costs, shared, fixed, grids, counted["dense"])
+        per_sequence = _per_sequence_rows(costs, shared, fixed, grids, counted["per_sequence"])
         attention = _attention_rows(costs, grids.attention, axes, counted["attention"])
         if moe:
             counted["moe"] = moe_sources
@@ -78,56 +77,55 @@ def carrier(architecture: Architecture) -> str:
 # -- tokens and sequences -----------------------------------------------------
 
 
-def dense_cell(costs: LayerCosts, shared: LayerCosts, layer: str, tokens: int) -> Cell:
-    """A row of dense.csv; `shared` is the degree that the simulator reads norms from."""
+def dense_cell(
+    costs: LayerCosts, shared: LayerCosts, fixed: float, layer: str, tokens: int
+) -> Cell:
+    """A row of dense.csv; `shared` is the degree that the simulator reads norms from.
+
+    `fixed` is what the sampler holds of the cost of any step, microseconds.
+    """
     if layer in TP_STABLE:
         return shared.dense(layer, tokens)
     cell = costs.dense(layer, tokens)
-    if shared is costs:
-        return cell
-    if layer == carrier(costs.architecture):
+    if layer == "embedding":
+        return cell.moved(costs.fixed_step_cost - fixed)
+    if shared is not costs and layer == carrier(costs.architecture):
         stable = [name for name in costs.architecture.dense_layers if name in TP_STABLE]
         differences = (
             (costs.dense(name, tokens).us - shared.dense(name, tokens).us) * costs.calls(name)
             for name in stable
         )
         cell = cell.moved(sum(differences) / costs.layers)
-    if layer == "embedding":
-        cell = cell.moved(_fixed_difference(costs, shared))
     return Cell(max(0.0, cell.us), cell.source)
 
 
 def lm_head_cell(costs: LayerCosts, shared: LayerCosts, sequences: int) -> Cell:
-    """A row of lm_head, with what the sampler costs more or less than where it is read from."""
+    """A row of lm_head, with what requests cost the sampler more or less than where it is read."""
     cell = costs.lm_head(sequences)
-    if shared is costs:
-        return cell
-    difference = costs.sampler(sequences).us - shared.sampler(sequences).us
-    return Cell(max(0.0, cell.us + difference - _fixed_difference(costs, shared)), cell.source)
-
-
-def _fixed_difference(costs: LayerCosts, shared: LayerCosts) -> float:
-    """What every step costs more here; the embedding cannot take what it costs less."""
-    return max(0.0, costs.fixed_step_cost - shared.fixed_step_cost)
+    if shared is not costs:
+        own, read = ((c.sampler(sequences).us - c.fixed_step_cost) for c in (costs, shared))
+        cell = cell.moved(own - read)
+    return Cell(max(0.0, cell.us), cell.source)
 
 
 def _dense_rows(
-    costs: LayerCosts, shared: LayerCosts, grids: Grids, sources: Counter[str]
+    costs: LayerCosts, shared: LayerCosts, fixed: float, grids: Grids, sources: Counter[str]
 ) -> list[Row]:
     rows: list[Row] = []
     for layer in costs.architecture.dense_layers:
         for tokens in grids.tokens:
-            cell = dense_cell(costs, shared, layer, tokens)
+            cell = dense_cell(costs, shared, fixed, layer, tokens)
             sources[cell.source] += 1
             rows.append((layer, tokens, cell.us))
     return rows
 
 
 def _per_sequence_rows(
-    costs: LayerCosts, shared: LayerCosts, grids: Grids, sources: Counter[str]
+    costs: LayerCosts, shared: LayerCosts, fixed: float, grids: Grids, sources: Counter[str]
 ) -> list[Row]:
+    elsewhere = fixed - shared.fixed_step_cost
     cells = [("lm_head", n, lm_head_cell(costs, shared, n)) for n in grids.sequences]
-    cells += [("sampler", n, shared.sampler(n)) for n in grids.sequences]
+    cells += [("sampler", n, shared.sampler(n).moved(elsewhere)) for n in grids.sequences]
     sources.update(cell.source for _, _, cell in cells)
     return [(layer, sequences, cell.us) for layer, sequences, cell in cells]
 
@@ -182,44 +180,50 @@ def _measured_mixed(costs: LayerCosts, axes: Axes) -> dict[tuple[int, int, int, 
 # -- experts ------------------------------------------------------------------
 
 
-def _moe_rows(all_costs: Sequence[LayerCosts], grids: Grids, sources: Counter[str]) -> list[Row]:
-    """The sparse block of one rank, where it was measured by its tokens alone.
+def _moe_rows(
+    all_costs: Sequence[LayerCosts], grids: Grids, axes: Axes, sources: Counter[str]
+) -> list[Row]:
+    """The sparse block of one rank, by its tokens and active experts.
 
-    A measurement stands for the routing it was made with: each
-    degree's times lie where the simulator looks for them at that degree. What
-    it would not look for has the time of the next routing that was measured.
+    Each degree's times lie where the simulator looks for them at that degree.
+    What it would not look for there has the time that was measured, or that of
+    the next routing that was.
     """
     by_routing = _by_routing(all_costs)
+    base = all_costs[0]
+    experts, each = base.architecture.experts, base.architecture.experts_per_token
     smallest = min(routing.owned for routing in by_routing)
-    first = all_costs[0].architecture
-    steps = sorted({*grids.tokens, *range(1, first.experts // first.experts_per_token + 2)})
+    steps = sorted({*grids.tokens, *range(1, experts // each + 2)})
     active = {r.active(tokens) for r in by_routing for tokens in steps}
-    # With one degree every number of active experts would have the same times.
-    columns = sorted(active) if len(by_routing) > 1 else [smallest]
+    if base.knows_routing:
+        active |= _measured_columns(base, axes)
+    # With one degree, measured by tokens alone, every column would have the same times.
+    columns = sorted(active) if len(by_routing) > 1 or base.knows_routing else [smallest]
     cells: dict[tuple[int, int], Cell] = {}
     for column in columns:
-        routing = min((r for r in by_routing if r.owned >= column), key=lambda r: r.owned)
+        routing = min(
+            (r for r in by_routing if r.owned >= column), key=lambda r: r.owned, default=None
+        )
+        if routing is None:  # experts that no rank owns
+            continue
+        costs = by_routing[routing]
         for tokens in sorted({max(1, routing.tokens(step)) for step in steps}):
-            cell = by_routing[routing].dense(MOE, routing.step_tokens(tokens))
-            cells[tokens, column] = cell
+            cells[tokens, column] = (
+                base.sparse(tokens, column)
+                if costs is base and base.knows_routing
+                else costs.routed(routing.step_tokens(tokens))
+            )
     for routing in sorted(by_routing, key=lambda r: -r.degree):  # tp1 last: its times stay
         cells |= _looked_up(by_routing[routing], routing, steps, columns)
     sources.update(cell.source for cell in cells.values())
     return [(*place, cell.us) for place, cell in sorted(cells.items())]
 
 
-def _surface_rows(costs: LayerCosts, grids: Grids, axes: Axes, sources: Counter[str]) -> list[Row]:
-    """The sparse block of one rank, measured by its tokens and active experts."""
+def _measured_columns(costs: LayerCosts, axes: Axes) -> set[int]:
+    """Numbers of active experts of the sweep and of the simulator's own profiler."""
     routing = costs.routing
     own = doubling(routing.owned, min(routing.each, routing.owned))
-    columns = sorted({*own, *(n for n in axes.experts if n <= routing.owned)})
-    cells = {
-        (tokens, active): costs.sparse(tokens, active)
-        for tokens in grids.tokens
-        for active in columns
-    }
-    sources.update(cell.source for cell in cells.values())
-    return [(*place, cell.us) for place, cell in sorted(cells.items())]
+    return {*own, *(n for n in axes.experts if n <= routing.owned)}
 
 
 def _by_routing(all_costs: Sequence[LayerCosts]) -> dict[Routing, LayerCosts]:
@@ -242,7 +246,7 @@ def _looked_up(
     places: dict[tuple[int, int], list[Cell]] = defaultdict(list)
     for tokens in steps:
         column = routing.active(tokens) if len(columns) > 1 else columns[0]
-        places[max(1, routing.tokens(tokens)), column].append(costs.dense(MOE, tokens))
+        places[max(1, routing.tokens(tokens)), column].append(costs.routed(tokens))
     return {
         place: Cell(sum(cell.us for cell in cells) / len(cells), cells[-1].source)
         for place, cells in places.items()
