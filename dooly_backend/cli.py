@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import click
 
 from dooly_backend import __version__, console
+from dooly_backend.db_commands import db
 from dooly_backend.engine_commands import plan, profile, trace
 from dooly_backend.export_command import export
 from dooly_backend.import_command import import_
@@ -60,43 +59,9 @@ def models(as_json: bool) -> None:
         click.echo(f"{model.name:{width}}  {model.num_layers:3} layers  {model.architecture}")
 
 
-# -- db -----------------------------------------------------------------------
-
-
-@cli.group()
-def db() -> None:
-    """Look into a latency database.
-
-    \b
-    Example:
-      dooly db info --db latency.db
-    """
-
-
-@db.command()
-@console.database_option
-@console.json_option
-def info(db: str, as_json: bool) -> None:
-    """Show what a latency database holds.
-
-    \b
-    Examples:
-      dooly db info
-      dooly db info --db other.db --json
-    """
-    from dooly_backend.database import Database
-
-    with Database.open(db, read_only=True) as database:
-        result = database.info()
-    if as_json:
-        console.print_json(dataclasses.asdict(result))
-    else:
-        console.show(result)
-
-
 # -- entry points -------------------------------------------------------------
 
-for command in (trace, plan, profile, export, import_):
+for command in (db, trace, plan, profile, export, import_):
     cli.add_command(command)
 
 

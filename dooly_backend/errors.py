@@ -24,6 +24,10 @@ class DatabaseError(InputError):
     """The file given as a latency database cannot be read or written."""
 
 
+class DamagedError(DatabaseError):
+    """The file is a latency database, but parts of it are lost or contradict themselves."""
+
+
 class EngineError(InputError):
     """The serving engine is missing, or refuses this configuration."""
 

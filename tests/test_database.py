@@ -96,8 +96,9 @@ def test_changed_occurrences_replace_the_stored_ones(database: Database) -> None
     configuration_id, environment_id = store(database, ALL_MEASURED)
     changed = [*OCCURRENCES[1:3], replace(OCCURRENCES[3], count=2, signature=signature("Other"))]
     facts = {"head_dim": 64}
-    assert database.add_configuration(replace(QWEN, facts=facts), changed) == configuration_id
-    assert database.occurrences(configuration_id) == changed
+    again = replace(QWEN, facts=facts)
+    assert database.add_configuration(again, changed, environment_id) == configuration_id
+    assert database.occurrences(configuration_id, environment_id) == changed
     assert database.configurations()[configuration_id].facts == facts
     assert database.measurements(ROPE.hash, environment_id)  # what is measured stays
 
@@ -488,8 +489,11 @@ def test_each_environment_has_its_own_call_graph(database: Database) -> None:
     assert [(p.environment_id, p.complete) for p in database.coverage()[configuration_id]] == [
         (here, True)
     ]
-    database.add_configuration(QWEN, other)  # of every environment
-    assert database.occurrences(configuration_id, here) == other
+    database.add_configuration(QWEN, other)  # of every environment that has none of its own
+    assert database.occurrences(configuration_id, here) == list(OCCURRENCES)
+    assert [(p.signatures, p.complete) for p in database.coverage()[configuration_id]] == [
+        (4, True)
+    ]
 
 
 def test_a_graph_of_version_1_goes_to_where_it_was_measured(

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from dooly_backend.errors import DatabaseError
+from dooly_backend.errors import DamagedError, DatabaseError
 
 BUSY_SECONDS = 30.0
 """How long an operation waits for other writers before it gives up."""
@@ -72,6 +72,12 @@ def explain(error: sqlite3.Error | OSError, path: Path | str) -> str:
     return f"database {path} cannot be used: {error}; `dooly db check` tells whether it is sound"
 
 
+def fault(error: sqlite3.Error | OSError, path: Path | str) -> DatabaseError:
+    """`error` as one of ours, with its explanation."""
+    message = explain(error, path)
+    return DamagedError(message) if _DAMAGED in message else DatabaseError(message)
+
+
 def _explain_os(error: OSError) -> str:
     reason = error.strerror or str(error)
     if error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
@@ -83,9 +89,7 @@ def _explain_os(error: OSError) -> str:
 
 def damaged_row(error: Exception, path: Path | str) -> DatabaseError:
     """A row that does not hold what its columns promise."""
-    return DatabaseError(
-        f"database {path} holds a row that cannot be read and {_DAMAGED} ({error})"
-    )
+    return DamagedError(f"database {path} holds a row that cannot be read and {_DAMAGED} ({error})")
 
 
 @contextmanager
@@ -94,4 +98,4 @@ def explained(path: Path | str) -> Iterator[None]:
     try:
         yield
     except (sqlite3.Error, OSError) as error:
-        raise DatabaseError(explain(error, path)) from error
+        raise fault(error, path) from error

@@ -18,8 +18,8 @@ from importlib import resources
 from pathlib import Path
 
 from dooly_backend.database import migrations
-from dooly_backend.database.faults import BUSY_SECONDS, explain, explained, primary_code
-from dooly_backend.errors import DatabaseError, InputError
+from dooly_backend.database.faults import BUSY_SECONDS, explained, fault, primary_code
+from dooly_backend.errors import DamagedError, DatabaseError, InputError
 
 _LOG_SECONDS = 5.0
 
@@ -68,11 +68,11 @@ def open_for_reading(path: Path) -> sqlite3.Connection:
             sqlite3.SQLITE_READONLY,
             sqlite3.SQLITE_IOERR,
         ):
-            raise DatabaseError(explain(error, path)) from error
+            raise fault(error, path) from error
         with explained(path):
             connection = _connect(path, "immutable=1")
     except sqlite3.Error as error:
-        raise DatabaseError(explain(error, path)) from error
+        raise fault(error, path) from error
     with explained(path), _closed_on_error(connection):
         version = migrations.version_of(connection)
         _check_version(path, version)
@@ -155,7 +155,7 @@ def _check_file(path: Path, *, blank_allowed: bool) -> None:
         )
     _check_version(path, version)
     if whole and size < pages * page_bytes:
-        raise DatabaseError(
+        raise DamagedError(
             f"database {path} is truncated ({size} of {pages * page_bytes} bytes): "
             "restore it from a copy, or profile again into a new --db"
         )

@@ -19,7 +19,7 @@ CREATE TABLE occurrence (
     -- cover every kernel of one step of the full model exactly once. Each
     -- environment has a graph of its own: kernels differ between two.
     configuration_id INTEGER NOT NULL REFERENCES configuration (id) ON DELETE CASCADE,
-    environment_id   INTEGER REFERENCES environment (id),  -- NULL: of every environment
+    environment_id   INTEGER REFERENCES environment (id),  -- NULL: where there is no other
     position         INTEGER NOT NULL,  -- order in the pass
     path             TEXT NOT NULL,     -- module path, layer numbers as *: 'model.layers.*.mlp'
     module_class     TEXT NOT NULL,     -- 'QKVParallelLinear'
@@ -57,7 +57,10 @@ SELECT c.id AS configuration_id, c.model, e.id AS environment_id, e.device,
            = count(DISTINCT o.signature) AS complete
 FROM configuration AS c
 JOIN occurrence AS o ON o.configuration_id = c.id
-JOIN environment AS e ON e.engine = c.engine AND e.id = ifnull(o.environment_id, e.id)
+JOIN environment AS e ON e.engine = c.engine AND (o.environment_id = e.id OR (
+    o.environment_id IS NULL AND NOT EXISTS (
+        SELECT 1 FROM occurrence AS own
+        WHERE own.configuration_id = c.id AND own.environment_id = e.id)))
 LEFT JOIN known_signature AS k ON k.signature = o.signature AND k.environment_id = e.id
 GROUP BY c.id, e.id
 HAVING measured > 0""",

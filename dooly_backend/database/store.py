@@ -77,9 +77,9 @@ class Database(Session):
     ) -> int:
         """The row id of this configuration, with its signatures and `occurrences`.
 
-        They are its call graph in that environment, or in every one. A known
-        configuration keeps its id and its measurements; its facts, and
-        occurrences that differ from the stored ones, are replaced.
+        They are its call graph in that environment, or in every one that has
+        none of its own. A known configuration keeps its id and its measurements;
+        its facts, and occurrences that differ from the stored ones, are replaced.
         """
         columns = rows.configuration_columns(configuration)
         wanted = sorted(occurrences, key=lambda occurrence: occurrence.position)
@@ -89,9 +89,8 @@ class Database(Session):
             configuration_id = self._id("configuration", "digest", configuration.digest)
             if self._graph(configuration_id, environment_id) != wanted:
                 self._execute(
-                    "DELETE FROM occurrence WHERE configuration_id = :c AND"
-                    " ifnull(environment_id, :e) IS ifnull(:e, environment_id)",
-                    {"c": configuration_id, "e": environment_id},
+                    "DELETE FROM occurrence WHERE configuration_id = ? AND environment_id IS ?",
+                    (configuration_id, environment_id),
                 )
                 for occurrence in wanted:
                     self._add_signature(occurrence.signature)
@@ -205,7 +204,7 @@ class Database(Session):
     ) -> list[Occurrence]:
         """A configuration's signatures in the order of the pass, in that environment.
 
-        Without one: what holds of every environment, or else of the latest.
+        Without one: in the latest environment that has a graph of its own.
         """
         with self.reading():
             if environment_id is None:
