@@ -45,7 +45,7 @@ class Script(Timer):
     def flush(self) -> None:
         self.events.append("flush")
 
-    def time(self, timed: Any) -> Sample:
+    def time(self, timed: Any, ahead_us: float = 0.0) -> Sample:
         self.events.append(f"time {timed.path}")
         timed()
         sample = self.samples.pop(0) if self.samples else 10.0
@@ -85,6 +85,22 @@ def test_weights_are_cold_and_code_is_warm() -> None:
     script = Script()
     measurements(script, Regime(repeats=1, warmups=0), subject("a", False, False))
     assert script.events == ["a", "flush", "time a"]
+
+
+def test_a_long_pass_runs_before_every_sample() -> None:
+    class Device(Script):
+        def long_enough(self, call: Any) -> float:
+            call()
+            return self.pass_us
+
+    whole = call("whole", lambda: None)
+    for pass_us, ahead in ((4_000.0, ["whole"]), (0.0, [])):
+        script = Device()
+        script.pass_us = pass_us
+        keyed = {("0", POINT): subject("a")}
+        measure(script, script, keyed, Regime(repeats=2, warmups=0), whole)  # type: ignore[arg-type]
+        sample = [*ahead, "flush", "a sibling", "a predecessor", "time a"]
+        assert script.events == ["whole", *sample, *sample]
 
 
 def test_subjects_take_turns_and_warm_ups_are_dropped() -> None:

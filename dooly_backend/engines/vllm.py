@@ -408,10 +408,11 @@ class VllmEngine(Engine):
             running = self._steps.held()
             for _ in range(repeats + ahead):
                 output = self._steps.advance(running, prefills)
+                # Requests finish in the order in which they came: the prefills are the last.
+                self._steps.release(self._steps.held()[len(running) :])
                 start = time.perf_counter_ns()
                 promise = self._launch(output)
                 launched.append(((time.perf_counter_ns() - start) / 1000, promise))
-                self._steps.release([r for r in self._steps.held() if r not in running])
                 if len(launched) > 1:
                     done.append(_received(*launched.pop(0)))
             done += [_received(*step) for step in launched]

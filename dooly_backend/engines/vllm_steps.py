@@ -17,7 +17,7 @@ from dooly_backend.errors import EngineError
 from dooly_backend.workload import Batch, Request
 
 
-@dataclass
+@dataclass(eq=False)
 class LiveRequest:
     """A request that the runner knows, and how far it has come."""
 

@@ -16,7 +16,7 @@ from dooly_backend.database.records import Signature, StepMeasurement
 from dooly_backend.engines import CapturedCall, Engine
 from dooly_backend.errors import EngineError, InputError
 from dooly_backend.operations.callgraph import occurrences, signatures
-from dooly_backend.operations.capture import Key, captured
+from dooly_backend.operations.capture import WHOLE, Key, captured, without_whole
 from dooly_backend.operations.runnable import Entry, RunnableSet, resolve
 from dooly_backend.profiling.measure import (
     Regime,
@@ -178,11 +178,12 @@ def _measure_batch(
     """Measurements of `keys` in one captured step, or the reason why it cannot run."""
     entries = list(signed)
     try:
-        with captured(engine, batch, [entry.key for entry in entries]) as calls:
+        with captured(engine, batch, [*(entry.key for entry in entries), WHOLE]) as captured_calls:
+            calls, whole = without_whole(captured_calls)
             subjects = {
                 key: subject_of(key[0], entries, signed, calls, key[1].num_experts) for key in keys
             }
-            return measure(engine, timer, subjects, regime)
+            return measure(engine, timer, subjects, regime, whole)
     except EngineError as error:
         return str(error)
     except (MemoryError, RuntimeError) as error:

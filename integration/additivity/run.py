@@ -28,7 +28,7 @@ from dooly_backend.database.records import Signature
 from dooly_backend.engines import Engine, boot
 from dooly_backend.errors import DoolyError
 from dooly_backend.operations.callgraph import signatures
-from dooly_backend.operations.capture import captured
+from dooly_backend.operations.capture import WHOLE, captured, without_whole
 from dooly_backend.operations.runnable import Entry, RunnableSet, resolve
 from dooly_backend.profiling.measure import Regime, measure, step_samples
 from dooly_backend.profiling.profiler import subject_of
@@ -88,15 +88,21 @@ class Row:
 class _ForwardClock:
     """Times of the model's forward pass inside live steps.
 
-    On a GPU the device sleeps while the host launches, so that the time between
-    the events is the kernels', whatever the host takes.
+    On a GPU the device is kept busy while the host launches, so that the time
+    between the events is the kernels', whatever the host takes: asleep before a
+    short pass, multiplying matrices before one of `_HEAVY` tokens or more, since the
+    clock gives way to a stream of such passes.
     """
 
     _SLEEP_CYCLES = 100_000_000  # 50 ms at 2 GHz: longer than the host needs to launch
+    _HEAVY = 1024
+    _PRODUCTS = 25  # of 8192 x 8192 matrices: 1.5 ms each on an H200
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, timer: Timer, batch: Batch) -> None:
         self._engine = engine
+        self._timer = timer
         self._on_gpu = engine.environment.device_kind == "cuda"
+        self._is_heavy = batch.num_tokens >= self._HEAVY
         self.times_us: list[float] = []
 
     @contextmanager
@@ -126,9 +132,15 @@ class _ForwardClock:
         import torch
 
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        factor = torch.randn(8192, 8192, device="cuda").bfloat16() if self._is_heavy else None
 
         def before(*_: object) -> None:
-            torch.cuda._sleep(self._SLEEP_CYCLES)
+            if factor is None:
+                torch.cuda._sleep(self._SLEEP_CYCLES)
+            else:
+                for _product in range(self._PRODUCTS):
+                    torch.mm(factor, factor)
+                self._timer.flush()
             start.record()
 
         def after(*_: object) -> None:
@@ -143,10 +155,11 @@ def compare(engine: Engine, timer: Timer, batch: Batch, signed: dict[Entry, Sign
     """One batch: three rounds of isolated calls, with live steps between them."""
     isolated: dict[str, list[float]] = {}
     live: list[float] = []
-    clock = _ForwardClock(engine)
+    clock = _ForwardClock(engine, timer, batch)
     entries = list(signed)
     for _ in range(3):
-        with captured(engine, batch, [entry.key for entry in entries]) as calls:
+        with captured(engine, batch, [*(e.key for e in entries), WHOLE]) as captured_calls:
+            calls, whole = without_whole(captured_calls)
             subjects = {
                 (signature.hash, WorkloadPoint.of(signature.kind, batch)): subject_of(
                     signature.hash, entries, signed, calls
@@ -154,7 +167,7 @@ def compare(engine: Engine, timer: Timer, batch: Batch, signed: dict[Entry, Sign
                 for signature in set(signed.values())
             }
             regime = Regime(repeats=3, rounds=1)
-            for key, measurement in measure(engine, timer, subjects, regime).items():
+            for key, measurement in measure(engine, timer, subjects, regime, whole).items():
                 isolated.setdefault(key[0], []).extend(measurement.samples_us)
         with clock.running():
             live += step_samples(engine, timer, batch, engine.num_layers, 3)

@@ -58,6 +58,7 @@ def cli() -> None:
 @click.option("--layers", multiple=True, type=int, required=True, help="Once for every depth.")
 @click.option("--max-num-seqs", default=256, show_default=True)
 @click.option("--repeats", default=20, show_default=True)
+@click.option("--rounds", default=1, show_default=True, help="Through all batches.")
 @click.option("-o", "--out", required=True, type=click.Path(path_type=Path))
 def run(layers: tuple[int, ...], **settings: Any) -> None:
     """Every depth in a process of its own: they start together, and measure in turn."""
@@ -77,7 +78,7 @@ READY = "ready"
 
 def _worker(depth: int, settings: dict[str, Any]) -> subprocess.Popen[str]:
     arguments = [settings["model"], "--depth", str(depth)]
-    for name in ("backend", "mode", "max_num_seqs", "repeats", "out"):
+    for name in ("backend", "mode", "max_num_seqs", "repeats", "rounds", "out"):
         if settings[name] is not None:
             arguments += [f"--{name.replace('_', '-')}", str(settings[name])]
     return subprocess.Popen(
@@ -101,6 +102,7 @@ def _says(worker: subprocess.Popen[str], word: str) -> bool:
 @click.option("--depth", type=int)
 @click.option("--max-num-seqs", type=int)
 @click.option("--repeats", type=int)
+@click.option("--rounds", type=int)
 @click.option("--out", type=click.Path(path_type=Path))
 def one(
     model: str,
@@ -109,6 +111,7 @@ def one(
     depth: int,
     max_num_seqs: int,
     repeats: int,
+    rounds: int,
     out: Path,
 ) -> None:
     """One depth."""
@@ -126,15 +129,16 @@ def one(
         click.echo(READY)
         sys.stdin.readline()
         with out.open("a") as file:
-            for row in rows(engine, repeats):
-                file.write(json.dumps({"model": model, "backend": backend, "mode": mode} | row))
-                file.write("\n")
-                file.flush()
+            for turn in range(rounds):
+                for row in rows(engine, repeats, reverse=bool(turn % 2)):
+                    about = {"model": model, "backend": backend, "mode": mode, "round": turn}
+                    file.write(json.dumps(about | row) + "\n")
+                    file.flush()
 
 
-def rows(engine: Engine, repeats: int) -> Iterator[dict[str, Any]]:
+def rows(engine: Engine, repeats: int, reverse: bool = False) -> Iterator[dict[str, Any]]:
     """One row for each of `BATCHES` that the engine has room for."""
-    for batch in BATCHES:
+    for batch in BATCHES[::-1] if reverse else BATCHES:
         try:
             steps = engine.pipelined_steps(batch, repeats)
             wall = walls(engine, batch, 5)
