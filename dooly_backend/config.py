@@ -268,9 +268,41 @@ class Sweep(Description):
         return [WorkloadPoint.of("batch", batch) for batch in unique.values()]
 
 
-def load_sweep(name_or_path: str) -> Sweep:
-    """A sweep from ``configs/sweeps`` by name, or from a YAML file. Raises InputError."""
-    return _load_description(Sweep, "sweep", name_or_path)
+class AdaptiveSweep(Description):
+    """Ranges in which points are chosen while measuring, and when to stop.
+
+    The engine's own limits bound the ranges, too. `target` is the mean relative
+    error on the last `held_out` points of a curve or surface, each predicted
+    before it was measured; `points` bounds their number where it stays larger.
+    """
+
+    name: str
+    target: Annotated[float, Field(gt=0, lt=1)]
+    tokens: PositiveInt  # new tokens of a step, at most
+    requests: PositiveInt  # requests of a step, at most
+    context: PositiveInt  # tokens of a request in the KV cache, at most
+    points: PositiveInt = 40
+    held_out: PositiveInt = 4
+
+
+def load_sweep(name_or_path: str) -> Sweep | AdaptiveSweep:
+    """A sweep from ``configs/sweeps`` by name, or from a YAML file. Raises InputError.
+
+    A description with a `target` is adaptive, any other a grid.
+    """
+    path = _description_path("sweep", name_or_path)
+    values = read_yaml(path)
+    if "target" in values:
+        return validated(AdaptiveSweep, values, str(path))
+    return validated(Sweep, values, str(path))
+
+
+def load_grid(name_or_path: str) -> Sweep:
+    """As `load_sweep`, where only a grid will do. Raises InputError."""
+    sweep = load_sweep(name_or_path)
+    if isinstance(sweep, AdaptiveSweep):
+        raise InputError(f"sweep {sweep.name!r} has no fixed points: choose a grid, like quick")
+    return sweep
 
 
 # -- hardware -----------------------------------------------------------------
@@ -384,11 +416,16 @@ def _known(kind: str) -> dict[str, Path]:
 
 
 def _load_description(description: type[_D], kind: str, name_or_path: str) -> _D:
+    path = _description_path(kind, name_or_path)
+    return validated(description, read_yaml(path), str(path))
+
+
+def _description_path(kind: str, name_or_path: str) -> Path:
     known = _known(kind)
     path = known.get(name_or_path.lower()) or Path(name_or_path).expanduser()
     if not path.is_file():
         raise unknown_name(kind, name_or_path, known, "a YAML file works too")
-    return validated(description, read_yaml(path), str(path))
+    return path
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str], also: str) -> InputError:

@@ -174,7 +174,7 @@ def sweep_option(function: F) -> F:
         "--sweep",
         "sweep_name",
         metavar="NAME",
-        default="quick",
+        default="adaptive",
         show_default=True,
         help="The workload points: a name in configs/sweeps, or a YAML file.",
     )(function)

@@ -87,11 +87,14 @@ def profile(
 
     The model is traced, split into the finest calls that run alone, and each
     call that has no measurement in this environment is timed. What was timed
-    is kept, whatever happens: run it again to go on.
+    is kept, whatever happens: run it again to go on. Points are placed while
+    measuring, until the next ones are predicted well; --sweep quick and others
+    measure a grid.
 
     \b
     Examples:
       dooly profile smollm-135m
+      dooly profile smollm-135m --sweep quick
       dooly profile Qwen/Qwen3-8B meta-llama/Llama-3.1-8B --backend FLASHINFER --db h200.db
     """
     from dooly_backend.config import load_model, load_sweep
@@ -143,6 +146,7 @@ def plan(
 
     Several models count as if they were profiled one after the other: what an
     earlier one measures is known to a later one. The database need not exist.
+    Of the adaptive sweep the number of points is the most that it may take.
 
     \b
     Examples:
@@ -180,6 +184,7 @@ def _plan_summary(result: Plan) -> dict[str, Any]:
         "known": result.known,
         "new": result.new,
         "points": result.points,
+        "at_most": result.at_most,
         "expected_seconds": round(result.expected_seconds, 1),
     }
 
@@ -188,6 +193,7 @@ def _plan_table(result: Plan) -> Table:
     from rich.table import Table
 
     configuration = result.configuration
+    most = "at most " if result.at_most else ""
     where = f"{configuration.backend}, TP {configuration.tensor_parallel}"
     table = Table(
         "signature",
@@ -200,13 +206,13 @@ def _plan_table(result: Plan) -> Table:
         caption=(
             f"{result.occurrences} calls in a step, {len(result.signatures)} signatures: "
             f"{result.known} known, {result.new} new; "
-            f"{result.points} points, about {result.expected_seconds:.0f} s"
+            f"{most}{result.points} points, {most or 'about '}{result.expected_seconds:.0f} s"
         ),
         title_justify="left",
         caption_justify="left",
     )
     for planned in result.signatures:
-        missing = f"{planned.missing} of {planned.points}" if planned.missing else "nothing"
+        missing = f"{most}{planned.missing} of {planned.points}" if planned.missing else "nothing"
         table.add_row(
             planned.signature.hash[:12],
             f"{planned.signature.name} ({', '.join(p or 'model' for p in planned.paths)})",
@@ -247,7 +253,7 @@ def _lines(result: ProfileResult, db: str) -> Iterator[str]:
             f" ({result.unstable} unstable, {result.skipped} skipped)"
         )
     else:
-        yield f"nothing to measure: {db} knows every point of this sweep in this environment"
+        yield f"nothing to measure: {db} knows all of this sweep in this environment"
 
 
 def _options(model: str, settings: dict[str, Any]) -> RunOptions:

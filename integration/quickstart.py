@@ -90,7 +90,7 @@ def show(
     add("signatures", f"{result.signatures_known} known, {result.signatures_new} new")
     measured = f"{result.points} new, in {result.seconds:.0f} s"
     if not result.points:
-        measured = "none: the database knows every point of this sweep"
+        measured = "none: the database knows all of this sweep"
     add("points measured", measured)
     if result.skipped or result.unstable:
         add("", f"{result.unstable} unstable, {result.skipped} skipped: see `dooly db info`")

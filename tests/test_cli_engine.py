@@ -130,7 +130,7 @@ def test_a_profile_that_is_killed_goes_on_and_ends(tmp_path: Path) -> None:
     result = dooly(tmp_path, *command[:-1])
     assert result.returncode == 0, result.stderr[-2000:]
     assert "signatures: 12 known, 0 new" in result.stdout
-    assert "nothing to measure: latency.db knows every point" in result.stdout
+    assert "nothing to measure: latency.db knows all of this sweep" in result.stdout
     assert rows(path) == after
 
     # On a full disk: one line, and what was measured is kept.

@@ -141,7 +141,7 @@ def test_a_second_run_measures_nothing(engine: VllmEngine, path: Path) -> None:
     assert (summary["points"], summary["signatures_new"]) == (0, 0)
     text = "\n".join(_lines(result, "latency.db"))
     assert "signatures: 12 known, 0 new" in text
-    assert "nothing to measure: latency.db knows every point" in text
+    assert "nothing to measure: latency.db knows all of this sweep" in text
 
 
 def test_a_wider_sweep_measures_only_the_rest(engine: VllmEngine, path: Path) -> None:

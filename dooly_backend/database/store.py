@@ -228,13 +228,19 @@ class Database(Session):
             )
             return {row["key"] for row in found}
 
-    def measurements(self, signature_hash: str, environment_id: int) -> list[Measurement]:
-        """Everything measured of a signature in one environment, small points first."""
+    def measurements(
+        self, signature_hash: str, environment_id: int, *, oldest_first: bool = False
+    ) -> list[Measurement]:
+        """Everything measured of a signature in one environment, small points first.
+
+        With `oldest_first` in the order in which it was measured.
+        """
+        order = "m.measured_at, m.id" if oldest_first else _POINT_ORDER
         with self.reading():
             found = self._execute(
                 "SELECT m.samples_us, m.unstable, p.key FROM measurement AS m"
                 " JOIN workload_point AS p ON p.id = m.point_id"
-                f" WHERE m.signature = ? AND m.environment_id = ? ORDER BY {_POINT_ORDER}",
+                f" WHERE m.signature = ? AND m.environment_id = ? ORDER BY {order}",
                 (signature_hash, environment_id),
             )
             return [rows.measurement_of(row) for row in found]

@@ -6,12 +6,13 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from dooly_backend.config import Sweep
+from dooly_backend.config import AdaptiveSweep, Sweep
 from dooly_backend.database import Database
 from dooly_backend.database.records import Configuration, Measurement, Occurrence, Signature
 from dooly_backend.engines import Engine
 from dooly_backend.operations.callgraph import occurrences, signatures
 from dooly_backend.operations.runnable import resolve
+from dooly_backend.profiling.adaptive import Evidence, most_points, needs
 from dooly_backend.profiling.measure import Regime
 from dooly_backend.profiling.sweep import sweep_points
 from dooly_backend.tracing.tracer import trace_model
@@ -31,8 +32,8 @@ class PlannedSignature:
     signature: Signature
     paths: tuple[str, ...]
     count: int  # calls in one step of the full model
-    missing: int  # points of the sweep that must be measured
-    points: int  # points of the sweep
+    missing: int  # points of the sweep that must be measured; of an adaptive one, at most
+    points: int  # points of the sweep; of an adaptive one, at most
     known_from: tuple[str, ...]
 
     @property
@@ -47,7 +48,8 @@ class Plan:
     configuration: Configuration
     signatures: tuple[PlannedSignature, ...]
     occurrences: int
-    expected_seconds: float
+    expected_seconds: float  # at most, where the points are
+    at_most: bool = False  # an adaptive sweep ends earlier where predictions are good
 
     @property
     def known(self) -> int:
@@ -59,7 +61,7 @@ class Plan:
 
     @property
     def points(self) -> int:
-        """Points that would be measured."""
+        """Points that would be measured; of an adaptive sweep, at most."""
         return sum(planned.missing for planned in self.signatures)
 
 
@@ -91,6 +93,16 @@ class Known:
         self._planned.setdefault(key, set()).update(points)
         self._models.setdefault(key, []).append(model)
 
+    def evidence(self, signature: Signature, engine: Engine) -> Evidence:
+        """What is measured of `signature` in the engine's environment."""
+        environment = engine.environment.digest
+        return Evidence(
+            signature,
+            tuple(self._measurements(signature, environment, oldest_first=True)),
+            frozenset(self._settled(signature, environment)),
+            engine,
+        )
+
     def call_us(self, signature: Signature, environment: str) -> float | None:
         """Typical time of a call of `signature` so far, None when nothing is known."""
         found = self._measurements(signature, environment)
@@ -108,11 +120,13 @@ class Known:
             return set()
         return self._database.settled_points(signature.hash, id_)
 
-    def _measurements(self, signature: Signature, environment: str) -> list[Measurement]:
+    def _measurements(
+        self, signature: Signature, environment: str, oldest_first: bool = False
+    ) -> list[Measurement]:
         id_ = self._environment_id(environment)
         if self._database is None or id_ is None:
             return []
-        return self._database.measurements(signature.hash, id_)
+        return self._database.measurements(signature.hash, id_, oldest_first=oldest_first)
 
     @staticmethod
     def _stored_models(database: Database | None) -> Mapping[str, list[str]]:
@@ -126,7 +140,12 @@ class Known:
         return models
 
 
-def plan(engine: Engine, known: Known, sweep: Sweep, regime: Regime | None = None) -> Plan:
+def plan(
+    engine: Engine,
+    known: Known,
+    sweep: Sweep | AdaptiveSweep,
+    regime: Regime | None = None,
+) -> Plan:
     """Trace the engine's model and compare what it needs with what is `known`.
 
     What it would measure is added to `known`, so that plans of several models
@@ -140,8 +159,7 @@ def plan(engine: Engine, known: Known, sweep: Sweep, regime: Regime | None = Non
     seconds = 0.0
     regime = regime or Regime()
     for signature, places in _by_signature(graph).items():
-        wanted = {point.key for point, _ in sweep_points(signature, sweep, engine)}
-        missing = wanted - known.points(signature, environment)
+        wanted, missing = _points(signature, sweep, engine, known)
         planned.append(
             PlannedSignature(
                 signature,
@@ -159,7 +177,26 @@ def plan(engine: Engine, known: Known, sweep: Sweep, regime: Regime | None = Non
         tuple(planned),
         sum(occurrence.count for occurrence in graph),
         seconds,
+        at_most=isinstance(sweep, AdaptiveSweep),
     )
+
+
+def _points(
+    signature: Signature, sweep: Sweep | AdaptiveSweep, engine: Engine, known: Known
+) -> tuple[set[str], set[str]]:
+    """Keys of all points of `sweep`, and of those that are missing.
+
+    Where an adaptive sweep will place its points nobody knows before it has
+    begun: they are numbered, by the range that they lie in.
+    """
+    planned = known.points(signature, engine.environment.digest)
+    if isinstance(sweep, Sweep):
+        wanted = {point.key for point, _ in sweep_points(signature, sweep, engine)}
+        return wanted, wanted - planned
+    limits = (engine.max_num_tokens, engine.max_num_reqs, engine.max_request_len)
+    wanted = {f"{limits} {n}" for n in range(most_points(signature, sweep, engine))}
+    missing = sum(need.at_most for need in needs(known.evidence(signature, engine), sweep))
+    return wanted, set(sorted(wanted)[:missing]) - planned
 
 
 def point_seconds(call_us: float | None, regime: Regime) -> float:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
-from dooly_backend.config import Sweep
+from dooly_backend.config import AdaptiveSweep, Sweep
 from dooly_backend.database import Database
 from dooly_backend.database.records import Signature, StepMeasurement
 from dooly_backend.engines import CapturedCall, Engine
@@ -25,7 +25,7 @@ from dooly_backend.profiling.measure import (
     measure,
     step_samples,
 )
-from dooly_backend.profiling.sweep import sweep_points
+from dooly_backend.profiling.rounds import Work, next_work
 from dooly_backend.profiling.timer import Timer, quiet_process, timer_for
 from dooly_backend.regression.latency import LatencyModel
 from dooly_backend.regression.step_cost import fit_step_cost
@@ -71,22 +71,10 @@ class ProfileResult:
     runnable: RunnableSet = field(repr=False)
 
 
-@dataclass(frozen=True)
-class Work:
-    """Points that are missing in the database, by the batch that shows them."""
-
-    by_batch: Mapping[Batch, tuple[WorkloadPointKey, ...]]
-    signatures: Mapping[str, Signature]
-
-    @property
-    def points(self) -> int:
-        return sum(len(keys) for keys in self.by_batch.values())
-
-
 def profile(
     engine: Engine,
     database: Database,
-    sweep: Sweep,
+    sweep: Sweep | AdaptiveSweep,
     regime: Regime | None = None,
     progress: Progress | None = None,
 ) -> ProfileResult:
@@ -107,24 +95,33 @@ def profile(
     configuration_id = database.add_configuration(engine.configuration, graph, environment_id)
     wanted = {occurrence.signature.hash for occurrence in graph}
     signed = {entry: signature for entry, signature in signed.items() if signature.hash in wanted}
-    work = missing(engine, database, environment_id, signed.values(), sweep)
-    new = {key[0] for keys in work.by_batch.values() for key in keys}
+    by_hash = {signature.hash: signature for signature in signed.values()}
+    new: set[str] = set()
     timer = timer_for(engine)
     counts = {"points": 0, "skipped": 0, "unstable": 0}
+
+    def round_of_work() -> Work:
+        return next_work(engine, database, environment_id, by_hash.values(), sweep)
+
     with quiet_process():
-        progress.phase("measuring", work.points)
-        for batch, keys in work.by_batch.items():
-            found = _measure_batch(engine, timer, batch, keys, signed, regime or Regime())
-            for key in keys:
-                signature = work.signatures[key[0]]
-                if isinstance(found, str):
-                    database.skip(signature, environment_id, key[1], found)
-                    counts["skipped"] += 1
-                else:
-                    database.record(signature, environment_id, found[key], configuration_id)
-                    counts["points"] += 1
-                    counts["unstable"] += found[key].unstable
-                progress.advance()
+        work = round_of_work()
+        # How many points an adaptive sweep takes shows while it measures.
+        progress.phase("measuring", work.points if isinstance(sweep, Sweep) else None)
+        while work.points:
+            for batch, keys in work.by_batch.items():
+                found = _measure_batch(engine, timer, batch, keys, signed, regime or Regime())
+                for key in keys:
+                    signature = by_hash[key[0]]
+                    if isinstance(found, str):
+                        database.skip(signature, environment_id, key[1], found)
+                        counts["skipped"] += 1
+                    else:
+                        database.record(signature, environment_id, found[key], configuration_id)
+                        counts["points"] += 1
+                        counts["unstable"] += found[key].unstable
+                    new.add(signature.hash)
+                    progress.advance()
+            work = round_of_work()
         # On a GPU the host launches while the device computes: what a step takes
         # beyond its operations is no sum, and is left to the simulation.
         host_adds = engine.environment.device_kind == "cpu"
@@ -147,24 +144,6 @@ def profile(
         trace=trace,
         runnable=runnable,
     )
-
-
-def missing(
-    engine: Engine,
-    database: Database,
-    environment_id: int,
-    wanted: Iterable[Signature],
-    sweep: Sweep,
-) -> Work:
-    """The points of `sweep` that `database` lacks in this environment."""
-    by_hash = {signature.hash: signature for signature in wanted}
-    by_batch: dict[Batch, list[WorkloadPointKey]] = {}
-    for signature in by_hash.values():
-        settled = database.settled_points(signature.hash, environment_id)
-        for point, batch in sweep_points(signature, sweep, engine):
-            if point.key not in settled:
-                by_batch.setdefault(batch, []).append((signature.hash, point))
-    return Work({batch: tuple(keys) for batch, keys in by_batch.items()}, by_hash)
 
 
 def _measure_batch(

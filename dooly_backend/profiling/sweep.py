@@ -17,8 +17,8 @@ def sweep_points(
     signature: Signature, sweep: Sweep, engine: Engine
 ) -> list[tuple[WorkloadPoint, Batch]]:
     """The points of a signature, each with a batch that shows it, within the engine's limits."""
-    pairs = [(point, _batch(point, engine)) for point in _points(signature, sweep, engine)]
-    return [(point, batch) for point, batch in pairs if _fits(batch, engine)]
+    pairs = [(point, batch_of(point, engine)) for point in _points(signature, sweep, engine)]
+    return [(point, batch) for point, batch in pairs if fits(batch, engine)]
 
 
 def _points(signature: Signature, sweep: Sweep, engine: Engine) -> list[WorkloadPoint]:
@@ -34,7 +34,7 @@ def _points(signature: Signature, sweep: Sweep, engine: Engine) -> list[Workload
     return [WorkloadPoint("constant")]
 
 
-def _batch(point: WorkloadPoint, engine: Engine) -> Batch:
+def batch_of(point: WorkloadPoint, engine: Engine) -> Batch:
     if point.batch is not None:
         return point.batch
     if point.num_reqs is not None:
@@ -49,7 +49,7 @@ def prefills(tokens: int, longest: int) -> Batch:
     return Batch(tuple(Request(length, 0) for length in lengths))
 
 
-def _fits(batch: Batch, engine: Engine) -> bool:
+def fits(batch: Batch, engine: Engine) -> bool:
     return (
         batch.num_tokens <= engine.max_num_tokens
         and batch.num_reqs <= engine.max_num_reqs

@@ -10,7 +10,7 @@ import sys
 import time
 from typing import Any
 
-from dooly_backend.config import Sweep, load_sweep
+from dooly_backend.config import Sweep, load_grid
 from dooly_backend.database.records import Occurrence, Signature
 from dooly_backend.engines import Engine, boot
 from dooly_backend.operations.callgraph import occurrences, signatures
@@ -37,7 +37,7 @@ def measure(case: Case) -> dict[str, Any]:
         graph = occurrences(engine, signatures(trace, runnable, engine))
         finer = resolve_from(trace, engine, outcomes, prefer_operations=True)
         fine_graph = occurrences(engine, signatures(trace, finer, engine))
-        sweep = load_sweep(SWEEP)
+        sweep = load_grid(SWEEP)
         return {
             "name": case.name,
             "backend": engine.configuration.backend,

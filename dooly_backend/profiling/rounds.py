@@ -1,0 +1,119 @@
+"""What to measure in the next round: of a grid everything at once, of an adaptive sweep little.
+
+Capturing a step is what costs most, so one captured step serves every
+signature that wants its batch, and the signatures of an adaptive sweep agree
+on where to go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from dooly_backend.config import AdaptiveSweep, Sweep
+from dooly_backend.database import Database
+from dooly_backend.database.records import Signature
+from dooly_backend.engines import Engine
+from dooly_backend.profiling.adaptive import Evidence, needs
+from dooly_backend.profiling.measure import WorkloadPointKey
+from dooly_backend.profiling.sweep import batch_of, sweep_points
+from dooly_backend.workload import Batch, WorkloadPoint
+
+#: Places of one family that a round measures.
+PLACES_A_ROUND = 2
+
+
+@dataclass(frozen=True)
+class Work:
+    """Points that are missing in the database, by the batch that shows them."""
+
+    by_batch: Mapping[Batch, tuple[WorkloadPointKey, ...]]
+
+    @property
+    def points(self) -> int:
+        return sum(map(len, self.by_batch.values()))
+
+
+def next_work(
+    engine: Engine,
+    database: Database,
+    environment_id: int,
+    wanted: Iterable[Signature],
+    sweep: Sweep | AdaptiveSweep,
+) -> Work:
+    """What `database` lacks for `sweep` in this environment, none when all is known.
+
+    Of an adaptive sweep it is a round: its outcome decides about the next.
+    """
+    distinct = {signature.hash: signature for signature in wanted}.values()
+    if isinstance(sweep, Sweep):
+        return _missing(engine, database, environment_id, distinct, sweep)
+    return _round(engine, database, environment_id, distinct, sweep)
+
+
+def evidence(
+    engine: Engine, database: Database, environment_id: int, signature: Signature
+) -> Evidence:
+    """What `database` knows of `signature` in this environment."""
+    return Evidence(
+        signature,
+        tuple(database.measurements(signature.hash, environment_id, oldest_first=True)),
+        frozenset(database.settled_points(signature.hash, environment_id)),
+        engine,
+    )
+
+
+def _missing(
+    engine: Engine,
+    database: Database,
+    environment_id: int,
+    wanted: Iterable[Signature],
+    sweep: Sweep,
+) -> Work:
+    by_batch: dict[Batch, list[WorkloadPointKey]] = {}
+    for signature in wanted:
+        settled = database.settled_points(signature.hash, environment_id)
+        for point, batch in sweep_points(signature, sweep, engine):
+            if point.key not in settled:
+                by_batch.setdefault(batch, []).append((signature.hash, point))
+    return Work({batch: tuple(keys) for batch, keys in by_batch.items()})
+
+
+@dataclass
+class _Place:
+    """Points that signatures of one family may measure together."""
+
+    points: tuple[WorkloadPoint, ...]
+    score: float = 0.0
+    signatures: list[str] = field(default_factory=list)
+
+
+def _round(
+    engine: Engine,
+    database: Database,
+    environment_id: int,
+    wanted: Iterable[Signature],
+    sweep: AdaptiveSweep,
+) -> Work:
+    """Of every family the places that promise most to all signatures that need it."""
+    places: dict[str, dict[tuple[str, ...], _Place]] = {}
+    for signature in wanted:
+        for need in needs(evidence(engine, database, environment_id, signature), sweep):
+            for candidate in need.candidates:
+                key = tuple(point.key for point in candidate.points)
+                place = places.setdefault(need.family, {}).setdefault(key, _Place(candidate.points))
+                place.score += candidate.score
+                place.signatures.append(signature.hash)
+    by_batch: dict[Batch, list[WorkloadPointKey]] = {}
+    for family in places.values():
+        for place in _best(list(family.values())):
+            for point in place.points:
+                keys = by_batch.setdefault(batch_of(point, engine), [])
+                keys += [(signature, point) for signature in place.signatures]
+    return Work({batch: tuple(dict.fromkeys(keys)) for batch, keys in by_batch.items()})
+
+
+def _best(places: list[_Place]) -> list[_Place]:
+    """Where a family starts, or the few places with the highest scores."""
+    starting = [place for place in places if place.score == float("inf")]
+    return starting or sorted(places, key=lambda place: -place.score)[:PLACES_A_ROUND]
