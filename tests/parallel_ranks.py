@@ -3,19 +3,23 @@
     python parallel_ranks.py '{"hf_config": {...}, "tensor_parallel": 2}' ...
 
 Each argument is a JSON object of run options; "hf_config" is the model's
-configuration. The last line tells whether the emulation left vLLM and torch as
-they were.
+configuration; with "fails" the engine's constructor fails once vLLM runs. The
+last line tells whether the emulation left vLLM and torch as they were.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import tempfile
 from collections import Counter
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from dooly_backend.config import ModelDescription, RunOptions
 from dooly_backend.engines import boot
+from dooly_backend.engines.vllm_instance import VllmInstance
 from dooly_backend.errors import EngineError
 from dooly_backend.operations.callgraph import occurrences, signatures
 from dooly_backend.operations.runnable import resolve
@@ -79,6 +83,40 @@ def facts(options: RunOptions) -> dict[str, Any]:
         }
 
 
+def failing(options: RunOptions, before: dict[str, Any]) -> dict[str, Any]:
+    """What is left of an engine whose constructor fails when vLLM has started."""
+    folders = set(Path(tempfile.gettempdir()).glob("dooly-model-*"))
+    started: list[Any] = []
+
+    def fails(self: VllmInstance, _: RunOptions) -> None:
+        started.append(self._core)
+        raise RuntimeError("no configuration")
+
+    from vllm.v1.engine.core import EngineCore
+
+    stopped: list[Any] = []
+    shutdown = EngineCore.shutdown
+
+    def stops(core: Any) -> None:
+        stopped.append(core)
+        shutdown(core)
+
+    with (
+        patch.object(VllmInstance, "_configuration", fails),
+        patch.object(EngineCore, "shutdown", stops),
+    ):
+        try:
+            boot(options)
+        except RuntimeError as error:
+            message = str(error)
+    return {
+        "error": message,
+        "folders": len(set(Path(tempfile.gettempdir()).glob("dooly-model-*")) - folders),
+        "left behind": left_behind(before),
+        "shut down": len(started) == 1 and stopped == started,
+    }
+
+
 def count(step: Any, steps: list[int]) -> None:
     step()
     steps.append(1)
@@ -120,8 +158,10 @@ if __name__ == "__main__":
     for argument in sys.argv[1:]:
         settings = json.loads(argument)
         model = ModelDescription(name="tiny", hf_config=settings.pop("hf_config"))
+        fails = settings.pop("fails", False)
+        options = RunOptions(model=model, threads=1, **settings)
         try:
-            found: dict[str, Any] = facts(RunOptions(model=model, threads=1, **settings))
+            found = failing(options, before or {}) if fails else facts(options)
         except EngineError as error:
             found = {"error": str(error)}
         before = before or places()

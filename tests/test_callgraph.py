@@ -125,7 +125,7 @@ def test_a_call_that_a_layer_makes_twice() -> None:
 
 def test_layers_that_cannot_stand_for_the_model() -> None:
     """Too few were asked for: one line that says how many to ask for, not a traceback."""
-    with pytest.raises(InputError, match=r"^1 layers [^\n]*--layers 2"):
+    with pytest.raises(InputError, match=r"^--layers 1 does not [^\n]*--layers 2$"):
         counts("aaaa", 1, "m.0.norm")
     with pytest.raises(InputError, match=r"--layers 4"):
         counts("aaab", 2, "m.0.norm", "m.1.norm")

@@ -63,6 +63,7 @@ RUNS: Mapping[str, tuple[dict[str, Any], dict[str, int]]] = {
     "moe tp 2": (MOE, {"tensor_parallel": 2}),
     "moe tp 4 ep 4": (MOE, {"tensor_parallel": 4, "expert_parallel": 4, "rank": 3}),
     "moe ep 4": (MOE, {"expert_parallel": 4, "rank": 1}),
+    "fails": (DENSE, {"tensor_parallel": 2, "fails": True}),
     "no experts": (DENSE, {"expert_parallel": 2}),
     "too many stages": (DENSE, {"pipeline_parallel": 11}),
     "whole again": (DENSE, {}),
@@ -72,7 +73,7 @@ REFUSED = {
     "no experts": "the model has no experts to divide",
     "too many stages": "10 layers cannot be divided into 11 stages",
 }
-RUNNING = [name for name in RUNS if name not in REFUSED]
+RUNNING = [name for name in RUNS if name not in REFUSED and name != "fails"]
 
 
 @pytest.fixture(scope="session")
@@ -95,6 +96,18 @@ def ranks(needs_engine: None) -> dict[str, dict[str, Any]]:
 def counts(rank: Mapping[str, Any], path: str) -> int:
     """Calls of one module in a step of the whole stage."""
     return sum(count for p, _, count, _, _ in rank["occurrences"] if p.endswith(path))
+
+
+@pytest.mark.engine
+def test_an_engine_that_fails_once_vllm_runs_leaves_nothing_behind(
+    ranks: dict[str, dict[str, Any]],
+) -> None:
+    assert ranks["fails"] == {
+        "error": "no configuration",
+        "folders": 0,
+        "left behind": [],
+        "shut down": True,
+    }
 
 
 # -- the ranks --------------------------------------------------------------------------------
@@ -344,7 +357,7 @@ def test_layers_of_a_stage() -> None:
     assert layers_needed(kinds, range(5, 6)) == 1
     assert layers_represented(kinds, 2, range(3, 6)) == {3: (3,), 4: (4, 5)}
     assert layers_represented(kinds, 2, range(4, 6)) == {4: (4, 5), 5: ()}
-    with pytest.raises(ValueError, match="do not show every kind of layer: b"):
+    with pytest.raises(InputError, match="does not show every kind of layer: b would"):
         layers_represented(kinds, 2, range(0, 6))
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from dooly_backend.config import known_models, load_model
 from dooly_backend.engines.layers import layer_kinds, layers_needed, layers_represented
+from dooly_backend.errors import InputError
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 
@@ -57,7 +58,7 @@ def test_as_few_layers_as_show_every_kind(kinds: str, needed: int) -> None:
     assert layers_needed(kinds) == needed
     layers_represented(kinds, needed)  # does not raise
     if needed > 1:
-        with pytest.raises(ValueError, match="do not show every kind"):
+        with pytest.raises(InputError, match="does not show every kind"):
             layers_represented(kinds, needed - 1)
 
 

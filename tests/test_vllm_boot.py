@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from dooly_backend.engines.vllm_boot import one_line
+import pytest
+
+from dooly_backend.config import RunOptions, load_model
+from dooly_backend.engines import boot
+from dooly_backend.engines.vllm_boot import import_vllm, one_line
+from dooly_backend.errors import InputError
 
 
 def test_the_reason_in_a_validation_error():
@@ -24,3 +29,20 @@ def test_a_long_message_without_sentences_ends_somewhere():
 
 def test_an_error_without_words_gives_its_name():
     assert one_line(ValueError()) == "ValueError()"
+
+
+@pytest.mark.parametrize(
+    ("model", "layers", "message"),
+    [
+        ("smollm-135m", 1, "--layers 1 does not show every kind of layer: .*at least --layers 2$"),
+        ("gemma-2-9b", 2, "sliding_attention/dense would be missing; build at least --layers 3$"),
+    ],
+)
+def test_too_few_layers_are_refused_before_vllm_starts(
+    needs_engine: None, monkeypatch: pytest.MonkeyPatch, model: str, layers: int, message: str
+) -> None:
+    import_vllm(threads=1)
+    monkeypatch.setattr("vllm.v1.engine.core.EngineCore", None)
+    with pytest.raises(InputError, match=message) as refused:
+        boot(RunOptions(model=load_model(model), layers=layers, threads=1))
+    assert "\n" not in str(refused.value)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dooly_backend.errors import InputError
+
 
 def layer_kinds(config: Mapping[str, Any]) -> tuple[str, ...]:
     """A name for the kind of every layer of the model described by an HF config.
@@ -49,7 +51,7 @@ def layers_represented(
     `stage` are the layers of a pipeline stage, of which the first `instantiated`
     are built; without it, all of the model's. The model's first layer stands for
     itself, the first other layer of a kind for all others of that kind in the
-    stage, further ones for none. Raises ValueError when a kind is not instantiated.
+    stage, further ones for none. Raises InputError when a kind is not instantiated.
     """
     stage = stage if stage is not None else range(len(kinds))
     stands_for: dict[int, tuple[int, ...]] = {}
@@ -64,8 +66,10 @@ def layers_represented(
         )
     missing = {kinds[i] for i in stage if i > 0} - set(representative)
     if missing:
-        raise ValueError(
-            f"{instantiated} layers do not show every kind of layer: {', '.join(sorted(missing))}"
+        raise InputError(
+            f"--layers {instantiated} does not show every kind of layer: "
+            f"{', '.join(sorted(missing))} would be missing; "
+            f"build at least --layers {layers_needed(kinds, stage)}"
         )
     return stands_for
 

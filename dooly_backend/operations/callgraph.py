@@ -7,8 +7,8 @@ from itertools import zip_longest
 
 from dooly_backend.database.records import Occurrence, Signature
 from dooly_backend.engines import Engine
-from dooly_backend.engines.layers import layers_needed, layers_represented
-from dooly_backend.errors import InputError, TraceError
+from dooly_backend.engines.layers import layers_represented
+from dooly_backend.errors import TraceError
 from dooly_backend.operations.runnable import Entry, RunnableSet
 from dooly_backend.operations.signature import signature_of
 from dooly_backend.operations.tree import any_layer, layer_of
@@ -28,11 +28,7 @@ def occurrences(engine: Engine, signed: Mapping[Entry, Signature]) -> list[Occur
     layers are built to show every kind, TraceError when two layers of one
     kind turn out to run different calls, since the counts would then be wrong.
     """
-    try:
-        represented = layers_represented(engine.layer_kinds, engine.num_layers, engine.stage)
-    except ValueError as error:
-        needed = layers_needed(engine.layer_kinds, engine.stage)
-        raise InputError(f"{error}: build at least --layers {needed}") from None
+    represented = layers_represented(engine.layer_kinds, engine.num_layers, engine.stage)
     entries = sorted(signed, key=lambda entry: entry.position)
     _check_kinds(engine, represented, entries, signed)
     found: list[Occurrence] = []

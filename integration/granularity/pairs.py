@@ -15,9 +15,6 @@ from dooly_backend.operations.tree import Node, forest
 from dooly_backend.profiling.measure import Subject
 from dooly_backend.workload import Batch
 
-#: Layers that are built: the one that is timed, and one before it with other weights.
-LAYERS = 2
-
 #: Embeddings are no part of any pair, and a short vocabulary starts sooner.
 _VOCABULARY = 4096
 
@@ -32,12 +29,11 @@ class Pair:
 
     @property
     def options(self) -> RunOptions:
-        """The model at full width, in bfloat16, with two layers."""
+        """The model at full width, in bfloat16, with as few layers as show every kind."""
         model = load_model(self.model)
         config = {**model.hf_config, "vocab_size": _VOCABULARY}
         return RunOptions.checked(
             model=ModelDescription(name=model.name, hf_config=config),
-            layers=LAYERS,
             dtype="bfloat16",
             threads=1,
         )
@@ -82,7 +78,7 @@ def sites(engine: Engine, names: Iterable[str]) -> tuple[list[Site], list[Key]]:
     for name in names:
         (path, node), (sibling, _) = (
             next((p, n) for p, n in nodes.items() if p.endswith(f".{layer}.{name}"))
-            for layer in (LAYERS - 1, LAYERS - 2)
+            for layer in (engine.num_layers - 1, engine.num_layers - 2)
         )
         tops = dict(sorted((at, top.name) for top, at in (place(node, op) for op in node.kernels)))
         found.append(
