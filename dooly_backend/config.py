@@ -8,51 +8,64 @@ to do.
 
 from __future__ import annotations
 
-import difflib
-import importlib.resources
 import json
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self
 
-import yaml
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    model_validator,
+from pydantic import Field, model_validator
+
+from dooly_backend.descriptions import (
+    Description,
+    NaturalInt,
+    PositiveInt,
+    closest,
+    configs_folder,
+    known_files,
+    load_description,
+    read_yaml,
+    unknown_name,
+    validated,
+)
+from dooly_backend.errors import InputError
+from dooly_backend.sweeps import (
+    AdaptiveSweep,
+    DecodeGrid,
+    Grid,
+    PrefillGrid,
+    RoutingGrid,
+    Sweep,
+    VidurSweep,
+    load_grid,
+    load_sweep,
 )
 
-from dooly_backend.errors import InputError
-from dooly_backend.workload import Batch, WorkloadPoint
-
-ExecutionMode = Literal["eager", "piecewise", "full_graph"]
-
-# Strict: YAML's `yes` is True, and True would pass for 1.
-PositiveInt = Annotated[int, Field(gt=0, strict=True)]
-NaturalInt = Annotated[int, Field(ge=0, strict=True)]
-
-
-def _sorted_unique(values: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(sorted(set(values)))
-
-
-Axis = Annotated[tuple[PositiveInt, ...], Field(min_length=1), AfterValidator(_sorted_unique)]
-AxisFromZero = Annotated[
-    tuple[NaturalInt, ...], Field(min_length=1), AfterValidator(_sorted_unique)
+__all__ = [
+    "AdaptiveSweep",
+    "DecodeGrid",
+    "Description",
+    "ExecutionMode",
+    "Grid",
+    "Hardware",
+    "Interconnect",
+    "ModelDescription",
+    "PrefillGrid",
+    "RoutingGrid",
+    "RunOptions",
+    "Sweep",
+    "VidurSweep",
+    "configs_folder",
+    "hardware_for",
+    "known_models",
+    "load_grid",
+    "load_hardware",
+    "load_model",
+    "load_sweep",
+    "read_yaml",
+    "unknown_name",
+    "validated",
 ]
 
-
-class Description(BaseModel):
-    """Frozen, and a misspelt field is an error rather than ignored."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-_D = TypeVar("_D", bound=Description)
-
+ExecutionMode = Literal["eager", "piecewise", "full_graph"]
 
 # -- models -------------------------------------------------------------------
 
@@ -170,7 +183,7 @@ def _find_model(text: str) -> str:
         raise InputError(f"{text!r} names several models: {', '.join(found)}")
     candidates = {name.lower(): name for name in names}
     candidates |= {_basename(name).lower(): name for name in names}
-    close = _closest(wanted, candidates)
+    close = closest(wanted, candidates)
     hint = f"did you mean {' or '.join(close)}? " if close else ""
     raise InputError(
         f"unknown model {text!r}: {hint}"
@@ -180,129 +193,6 @@ def _find_model(text: str) -> str:
 
 def _basename(name: str) -> str:
     return name.rpartition("/")[2]
-
-
-def _closest(wanted: str, candidates: dict[str, str]) -> list[str]:
-    """Up to three values whose keys look like `wanted`, best first."""
-    matches = difflib.get_close_matches(wanted, candidates, n=5, cutoff=0.6)
-    return list(dict.fromkeys(candidates[match] for match in matches))[:3]
-
-
-# -- sweeps -------------------------------------------------------------------
-
-
-_POWERS_OF_TWO = tuple(2**n for n in range(10))
-
-
-class PrefillGrid(Description):
-    """Prefill chunks of every length after every history."""
-
-    chunk: Axis
-    history: AxisFromZero = (0,)
-
-
-class DecodeGrid(Description):
-    """Decode batches of every size at every context."""
-
-    batch: Axis
-    context: Axis
-
-
-class RoutingGrid(Description):
-    """Mixture-of-experts layers at every number of tokens and of experts that fire."""
-
-    tokens: Axis
-    experts: Axis
-
-
-class Sweep(Description):
-    """The workload points at which operations are timed."""
-
-    name: str
-    tokens: Axis
-    requests: Axis
-    prefill: PrefillGrid
-    decode: DecodeGrid
-    routing: RoutingGrid | None = None  # None: the sweep's tokens, experts in powers of two
-
-    def token_points(self) -> list[WorkloadPoint]:
-        """Points of the operations that depend on the number of tokens."""
-        return [WorkloadPoint("tokens", num_tokens=count) for count in self.tokens]
-
-    def request_points(self) -> list[WorkloadPoint]:
-        """Points of the operations that depend on the number of requests."""
-        return [WorkloadPoint("requests", num_reqs=count) for count in self.requests]
-
-    def routing_points(self, experts: int, top_k: int) -> list[WorkloadPoint]:
-        """Points of a MoE layer of `experts` experts, `top_k` of them for a token.
-
-        At every number of tokens from the fewest experts that can fire to the
-        most, with the grid's numbers between them.
-        """
-        tokens = self.routing.tokens if self.routing else self.tokens
-        counts = self.routing.experts if self.routing else _POWERS_OF_TWO
-        points = []
-        for count in tokens:
-            most = min(experts, count * top_k)
-            wanted = {top_k, most, *(n for n in counts if top_k < n < most)}
-            points += [
-                WorkloadPoint("routing", num_tokens=count, num_experts=n) for n in sorted(wanted)
-            ]
-        return points
-
-    def batch_points(self, max_model_len: int) -> list[WorkloadPoint]:
-        """Points of attention: the prefills and decodes that the model has room for."""
-        prefills = (
-            Batch.prefill(chunk, history)
-            for history in self.prefill.history
-            for chunk in self.prefill.chunk
-        )
-        decodes = (
-            Batch.decode(count, context)
-            for context in self.decode.context
-            for count in self.decode.batch
-        )
-        fitting = [b for b in (*prefills, *decodes) if b.longest <= max_model_len]
-        # A chunk of one token after a history is a decode: keep one of the two.
-        unique = {batch.key: batch for batch in fitting}
-        return [WorkloadPoint.of("batch", batch) for batch in unique.values()]
-
-
-class AdaptiveSweep(Description):
-    """Ranges in which points are chosen while measuring, and when to stop.
-
-    The engine's own limits bound the ranges, too. `target` is the mean relative
-    error on the last `held_out` points of a curve or surface, each predicted
-    before it was measured; `points` bounds their number where it stays larger.
-    """
-
-    name: str
-    target: Annotated[float, Field(gt=0, lt=1)]
-    tokens: PositiveInt  # new tokens of a step, at most
-    requests: PositiveInt  # requests of a step, at most
-    context: PositiveInt  # tokens of a request in the KV cache, at most
-    points: PositiveInt = 40
-    held_out: PositiveInt = 4
-
-
-def load_sweep(name_or_path: str) -> Sweep | AdaptiveSweep:
-    """A sweep from ``configs/sweeps`` by name, or from a YAML file. Raises InputError.
-
-    A description with a `target` is adaptive, any other a grid.
-    """
-    path = _description_path("sweep", name_or_path)
-    values = read_yaml(path)
-    if "target" in values:
-        return validated(AdaptiveSweep, values, str(path))
-    return validated(Sweep, values, str(path))
-
-
-def load_grid(name_or_path: str) -> Sweep:
-    """As `load_sweep`, where only a grid will do. Raises InputError."""
-    sweep = load_sweep(name_or_path)
-    if isinstance(sweep, AdaptiveSweep):
-        raise InputError(f"sweep {sweep.name!r} has no fixed points: choose a grid, like quick")
-    return sweep
 
 
 # -- hardware -----------------------------------------------------------------
@@ -346,12 +236,12 @@ def _spaced(text: str) -> str:
 
 def load_hardware(name: str) -> Hardware:
     """A device from ``configs/hardware`` by name, or from a YAML file. Raises InputError."""
-    return _load_description(Hardware, "hardware", name)
+    return load_description(Hardware, "hardware", name)
 
 
 def hardware_for(device_name: str) -> Hardware | None:
     """The shipped description of the device that a driver calls `device_name`."""
-    known = [load_hardware(str(path)) for path in _known("hardware").values()]
+    known = [load_hardware(str(path)) for path in known_files("hardware").values()]
     best = max(known, key=lambda hardware: hardware.matched_length(device_name))
     return best if best.matched_length(device_name) else None
 
@@ -397,78 +287,3 @@ class RunOptions(Description):
     def checked(cls, **values: Any) -> Self:
         """As the constructor, but what is wrong is an InputError."""
         return validated(cls, values, "run options")
-
-
-# -- files --------------------------------------------------------------------
-
-
-def configs_folder() -> Path:
-    """``configs/`` beside the package in a checkout, else the installed `dooly_configs`."""
-    beside = Path(__file__).resolve().parent.parent / "configs"
-    if (beside / "models").is_dir():
-        return beside
-    return Path(str(importlib.resources.files("dooly_configs")))
-
-
-def _known(kind: str) -> dict[str, Path]:
-    folder = {"sweep": "sweeps", "hardware": "hardware"}[kind]
-    return {path.stem: path for path in sorted((configs_folder() / folder).glob("*.yaml"))}
-
-
-def _load_description(description: type[_D], kind: str, name_or_path: str) -> _D:
-    path = _description_path(kind, name_or_path)
-    return validated(description, read_yaml(path), str(path))
-
-
-def _description_path(kind: str, name_or_path: str) -> Path:
-    known = _known(kind)
-    path = known.get(name_or_path.lower()) or Path(name_or_path).expanduser()
-    if not path.is_file():
-        raise unknown_name(kind, name_or_path, known, "a YAML file works too")
-    return path
-
-
-def unknown_name(kind: str, name: str, known: Iterable[str], also: str) -> InputError:
-    """The error for a name that is none of `known`."""
-    names = list(known)
-    close = _closest(name.lower(), {known: known for known in names})
-    hint = f"did you mean {' or '.join(close)}? " if close else ""
-    return InputError(f"unknown {kind} {name!r}: {hint}known are {', '.join(names)}, and {also}")
-
-
-def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in the YAML file at `path`. Raises InputError."""
-    try:
-        value = yaml.safe_load(path.read_text("utf-8"))
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f" (line {mark.line + 1})" if mark else ""
-        raise InputError(f"{path} is not YAML{line}") from None
-    if not isinstance(value, dict):
-        raise InputError(f"{path} is not a YAML mapping")
-    return value
-
-
-def validated(description: type[_D], values: dict[str, Any], where: str) -> _D:
-    """`values` as a description; what is wrong is an InputError that begins with `where`."""
-    try:
-        return description.model_validate(values)
-    except ValidationError as error:
-        problems = (
-            ": ".join(
-                part
-                for part in (
-                    ".".join(map(str, problem["loc"])),
-                    problem["msg"].removeprefix("Value error, "),
-                )
-                if part
-            )
-            for problem in error.errors(include_url=False)
-        )
-        raise InputError(f"{where}: {_joined(problems)}") from None
-
-
-def _joined(lines: Iterable[str]) -> str:
-    return "; ".join(line.strip() for line in lines)

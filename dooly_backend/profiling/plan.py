@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from dooly_backend.config import AdaptiveSweep, Sweep
+from dooly_backend.config import AdaptiveSweep, Grid
 from dooly_backend.database import Database
 from dooly_backend.database.records import Configuration, Measurement, Occurrence, Signature
 from dooly_backend.engines import Engine
@@ -143,7 +143,7 @@ class Known:
 def plan(
     engine: Engine,
     known: Known,
-    sweep: Sweep | AdaptiveSweep,
+    sweep: Grid | AdaptiveSweep,
     regime: Regime | None = None,
 ) -> Plan:
     """Trace the engine's model and compare what it needs with what is `known`.
@@ -182,7 +182,7 @@ def plan(
 
 
 def _points(
-    signature: Signature, sweep: Sweep | AdaptiveSweep, engine: Engine, known: Known
+    signature: Signature, sweep: Grid | AdaptiveSweep, engine: Engine, known: Known
 ) -> tuple[set[str], set[str]]:
     """Keys of all points of `sweep`, and of those that are missing.
 
@@ -190,7 +190,7 @@ def _points(
     begun: they are numbered, by the range that they lie in.
     """
     planned = known.points(signature, engine.environment.digest)
-    if isinstance(sweep, Sweep):
+    if not isinstance(sweep, AdaptiveSweep):
         wanted = {point.key for point, _ in sweep_points(signature, sweep, engine)}
         return wanted, wanted - planned
     limits = (engine.max_num_tokens, engine.max_num_reqs, engine.max_request_len)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
-from dooly_backend.config import AdaptiveSweep, Sweep
+from dooly_backend.config import AdaptiveSweep, Grid
 from dooly_backend.database import Database
 from dooly_backend.database.records import Signature, StepMeasurement
 from dooly_backend.engines import CapturedCall, Engine
@@ -74,7 +74,7 @@ class ProfileResult:
 def profile(
     engine: Engine,
     database: Database,
-    sweep: Sweep | AdaptiveSweep,
+    sweep: Grid | AdaptiveSweep,
     regime: Regime | None = None,
     progress: Progress | None = None,
 ) -> ProfileResult:
@@ -95,39 +95,18 @@ def profile(
     configuration_id = database.add_configuration(engine.configuration, graph, environment_id)
     wanted = {occurrence.signature.hash for occurrence in graph}
     signed = {entry: signature for entry, signature in signed.items() if signature.hash in wanted}
-    by_hash = {signature.hash: signature for signature in signed.values()}
-    new: set[str] = set()
     timer = timer_for(engine)
-    counts = {"points": 0, "skipped": 0, "unstable": 0}
-
-    def round_of_work() -> Work:
-        return next_work(engine, database, environment_id, by_hash.values(), sweep)
-
     with quiet_process():
-        work = round_of_work()
-        # How many points an adaptive sweep takes shows while it measures.
-        progress.phase("measuring", work.points if isinstance(sweep, Sweep) else None)
-        while work.points:
-            for batch, keys in work.by_batch.items():
-                found = _measure_batch(engine, timer, batch, keys, signed, regime or Regime())
-                for key in keys:
-                    signature = by_hash[key[0]]
-                    if isinstance(found, str):
-                        database.skip(signature, environment_id, key[1], found)
-                        counts["skipped"] += 1
-                    else:
-                        database.record(signature, environment_id, found[key], configuration_id)
-                        counts["points"] += 1
-                        counts["unstable"] += found[key].unstable
-                    new.add(signature.hash)
-                    progress.advance()
-            work = round_of_work()
+        done = run_sweep(
+            engine, timer, database, (configuration_id, environment_id), signed,
+            set(signed.values()), sweep, regime or Regime(), progress,
+        )  # fmt: skip
         # On a GPU the host launches while the device computes: what a step takes
         # beyond its operations is no sum, and is left to the simulation.
         host_adds = engine.environment.device_kind == "cpu"
         if host_adds and database.step_cost(configuration_id, environment_id) is None:
             _measure_steps(engine, timer, database, (configuration_id, environment_id), progress)
-    if counts["points"] and not timer.is_calm:
+    if done.points and not timer.is_calm:
         log.warning(
             "this host is busy: most calls lost their processor while they were timed; "
             "measure again when it is calm (delete %s first), or leave a core free (--threads)",
@@ -137,13 +116,69 @@ def profile(
         model=engine.configuration.model,
         operations=len(trace.operations),
         occurrences=sum(occurrence.count for occurrence in graph),
-        signatures_known=len(wanted - new),
-        signatures_new=len(new),
-        **counts,
+        signatures_known=len(wanted - done.signatures),
+        signatures_new=len(done.signatures),
+        points=done.points,
+        skipped=done.skipped,
+        unstable=done.unstable,
         seconds=time.perf_counter() - start,
         trace=trace,
         runnable=runnable,
     )
+
+
+@dataclass
+class Done:
+    """What measuring a sweep has done so far."""
+
+    points: int = 0  # newly measured
+    skipped: int = 0  # newly found impossible
+    unstable: int = 0
+    signatures: set[str] = field(default_factory=set)  # that had something to do
+
+
+def run_sweep(
+    engine: Engine,
+    timer: Timer,
+    database: Database,
+    ids: tuple[int, int],
+    signed: Mapping[Entry, Signature],
+    wanted: Collection[Signature],
+    sweep: Grid | AdaptiveSweep,
+    regime: Regime,
+    progress: Progress,
+) -> Done:
+    """Measure what `database` lacks of the `wanted` ones of the `signed` calls for `sweep`.
+
+    `ids` are the row ids of configuration and environment.
+    """
+    configuration_id, environment_id = ids
+    by_hash = {signature.hash: signature for signature in wanted}
+    done = Done()
+
+    def round_of_work() -> Work:
+        return next_work(engine, database, environment_id, by_hash.values(), sweep)
+
+    work = round_of_work()
+    # How many points an adaptive sweep takes shows while it measures.
+    total = None if isinstance(sweep, AdaptiveSweep) else work.points
+    progress.phase("measuring", total)
+    while work.points:
+        for batch, keys in work.by_batch.items():
+            found = _measure_batch(engine, timer, batch, keys, signed, regime)
+            for key in keys:
+                signature = by_hash[key[0]]
+                if isinstance(found, str):
+                    database.skip(signature, environment_id, key[1], found)
+                    done.skipped += 1
+                else:
+                    database.record(signature, environment_id, found[key], configuration_id)
+                    done.points += 1
+                    done.unstable += found[key].unstable
+                done.signatures.add(signature.hash)
+                progress.advance()
+        work = round_of_work()
+    return done
 
 
 def _measure_batch(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from dooly_backend.config import AdaptiveSweep, Sweep
+from dooly_backend.config import AdaptiveSweep, Grid
 from dooly_backend.database import Database
 from dooly_backend.database.records import Signature
 from dooly_backend.engines import Engine
@@ -39,14 +39,14 @@ def next_work(
     database: Database,
     environment_id: int,
     wanted: Iterable[Signature],
-    sweep: Sweep | AdaptiveSweep,
+    sweep: Grid | AdaptiveSweep,
 ) -> Work:
     """What `database` lacks for `sweep` in this environment, none when all is known.
 
     Of an adaptive sweep it is a round: its outcome decides about the next.
     """
     distinct = {signature.hash: signature for signature in wanted}.values()
-    if isinstance(sweep, Sweep):
+    if not isinstance(sweep, AdaptiveSweep):
         return _missing(engine, database, environment_id, distinct, sweep)
     return _round(engine, database, environment_id, distinct, sweep)
 
@@ -68,7 +68,7 @@ def _missing(
     database: Database,
     environment_id: int,
     wanted: Iterable[Signature],
-    sweep: Sweep,
+    sweep: Grid,
 ) -> Work:
     by_batch: dict[Batch, list[WorkloadPointKey]] = {}
     for signature in wanted:

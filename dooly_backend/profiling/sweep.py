@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from dooly_backend.config import Sweep
+from dooly_backend.config import Grid
 from dooly_backend.database.records import Signature
 from dooly_backend.engines import Engine
 from dooly_backend.workload import Batch, Request, WorkloadPoint
@@ -14,14 +14,14 @@ _CONTEXT = 64
 
 
 def sweep_points(
-    signature: Signature, sweep: Sweep, engine: Engine
+    signature: Signature, sweep: Grid, engine: Engine
 ) -> list[tuple[WorkloadPoint, Batch]]:
     """The points of a signature, each with a batch that shows it, within the engine's limits."""
     pairs = [(point, batch_of(point, engine)) for point in _points(signature, sweep, engine)]
     return [(point, batch) for point, batch in pairs if fits(batch, engine)]
 
 
-def _points(signature: Signature, sweep: Sweep, engine: Engine) -> list[WorkloadPoint]:
+def _points(signature: Signature, sweep: Grid, engine: Engine) -> list[WorkloadPoint]:
     if signature.kind == "tokens":
         return sweep.token_points()
     if signature.kind == "requests":

@@ -10,7 +10,7 @@ import sys
 import time
 from typing import Any
 
-from dooly_backend.config import Sweep, load_grid
+from dooly_backend.config import Grid, load_grid
 from dooly_backend.database.records import Occurrence, Signature
 from dooly_backend.engines import Engine, boot
 from dooly_backend.operations.callgraph import occurrences, signatures
@@ -59,7 +59,7 @@ def places(graph: list[Occurrence]) -> list[list[Any]]:
 
 
 def described(
-    graph: list[Occurrence], sweep: Sweep, engine: Engine, canonical: bool = True
+    graph: list[Occurrence], sweep: Grid, engine: Engine, canonical: bool = True
 ) -> dict[str, dict[str, Any]]:
     """Every signature by hash; of those that hold state, the canonical text too."""
     found = {o.signature.hash: o.signature for o in graph}
