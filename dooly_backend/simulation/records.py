@@ -39,7 +39,10 @@ class ServingRequest:
 
 @dataclass(frozen=True)
 class ServingLimits:
-    """The engine's settings that decide a schedule, under vLLM's names."""
+    """The engine's settings that decide a schedule, under vLLM's names.
+
+    `version` is the vLLM whose scheduler it is: rules change between versions.
+    """
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -51,6 +54,9 @@ class ServingLimits:
     async_scheduling: bool = True
     long_prefill_token_threshold: int = 0
     policy: str = "fcfs"
+    watermark: float = 0.0  # part of the blocks that admissions leave free
+    scheduler_reserve_full_isl: bool = True  # admit only prompts that fit as a whole
+    version: str = "0.32.0"
 
 
 @dataclass(frozen=True)
