@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 
 from dooly_backend.errors import InputError
 from dooly_backend.simulation.records import Run, ServingRequest
@@ -47,9 +46,9 @@ class Feed:
     def due(self, now_s: float, calls: int) -> Sequence[ServingRequest]:
         """The requests that came since the last call, up to `now_s` or to the call `calls`."""
         if self._closed:
-            return [replace(self._waiting.popleft(), arrival_s=s) for s in self._take_released()]
+            return [came(self._waiting.popleft(), s) for s in self._take_released()]
         if self._by_step:
-            return [replace(r, arrival_s=now_s) for r in self._until(max(calls, self._idle_until))]
+            return [came(r, now_s) for r in self._until(max(calls, self._idle_until))]
         return self._until(now_s)
 
     def finished(self, request_id: int, now_s: float) -> None:
@@ -85,15 +84,28 @@ class Feed:
         return self._all
 
     def _until(self, arrival: float) -> list[ServingRequest]:
-        came = []
+        requests = []
         while self._waiting and self._waiting[0].arrival_s <= arrival:
-            came.append(self._waiting.popleft())
-        return came
+            requests.append(self._waiting.popleft())
+        return requests
 
     def _take_released(self) -> list[float]:
         taken = list(self._released_s)
         self._released_s.clear()
         return taken
+
+
+def came(request: ServingRequest, arrival_s: float) -> ServingRequest:
+    """`request` with another time of arrival; `dataclasses.replace` takes ten times as long."""
+    return ServingRequest(
+        request.id,
+        arrival_s,
+        request.prompt_tokens,
+        request.output_tokens,
+        request.prefix,
+        request.prefix_tokens,
+        request.priority,
+    )
 
 
 def as_admitted(run: Run) -> list[ServingRequest]:
@@ -103,4 +115,4 @@ def as_admitted(run: Run) -> list[ServingRequest]:
     """
     # By id where they came together: a stable sort of records that are in that order.
     order = sorted(run.requests, key=lambda r: (r.admitted, r.request.arrival_s))
-    return [replace(r.request, arrival_s=float(r.admitted)) for r in order]
+    return [came(r.request, float(r.admitted)) for r in order]

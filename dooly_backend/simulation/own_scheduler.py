@@ -30,7 +30,7 @@ class Task:
         "cached_tokens",
         "computed",
         "first_step",
-        "hashed",
+        "hashed_end",
         "held",
         "id",
         "known",
@@ -57,10 +57,11 @@ class Task:
         self.computed = 0  # or under way
         self.pending = 0  # tokens that steps under way will sample
         self.running = False
-        # Its first `hashed` of `held` blocks have a hash; of these the first len(blocks) can
-        # be hit: those of the shared prefix, and once it has been preempted its own.
+        # Of its `held` blocks those of the first `hashed_end` tokens have a hash, and of these
+        # the first len(blocks) can be hit: those of the shared prefix, and once it has been
+        # preempted its own.
         self.held = 0
-        self.hashed = 0
+        self.hashed_end = 0
         self.blocks: list[Block] = []
         self.tracked = False
         shared = 0 if request.prefix is None else min(request.prefix_tokens, request.prompt_tokens)
@@ -76,14 +77,6 @@ class Task:
 
     def key(self, index: int) -> int:
         return (self.prefix_key if index < self.shared_blocks else self.own_key) + index
-
-    def sampled(self, step: int, count: int) -> None:
-        """The `count` steps from `step` on each sample a token for it."""
-        stretches = self.stretches
-        if stretches and stretches[-2] + stretches[-1] == step:
-            stretches[-1] += count
-        else:
-            stretches += (step, count)
 
 
 class Step:
@@ -112,6 +105,8 @@ class Scheduler:
         self._unfinished = 0
         self._unreported = False  # a request ended and no step has told the workers
         self._blocked = False  # the first waiting request needs more blocks than there are
+        # Tokens that a block has when it gets a hash: never, without prefix caching.
+        self._hash_size = limits.block_size if limits.enable_prefix_caching else 1 << 62
         self._watermark = int(limits.watermark * limits.num_gpu_blocks)
         numbers = limits.version.split(".")[:2]
         whole = len(numbers) == 2 and all(number.isdigit() for number in numbers)
@@ -149,33 +144,42 @@ class Scheduler:
 
     def _schedule_running(self, step: Step, threshold: int) -> int:
         """Those that run go first; returns how many tokens the step has left."""
-        running = self.running
+        running, size = self.running, self.limits.block_size
         longest = self.limits.max_model_len
         budget = self.limits.max_num_batched_tokens
+        tasks, queries, contexts = step.tasks, step.queries, step.contexts
         place = 0
         while place < len(running) and budget > 0:
             task = running[place]
-            if task.pending and task.computed + 2 - task.pending >= task.total:
+            computed, pending = task.computed, task.pending
+            if pending and computed + 2 - pending >= task.total:
                 place += 1  # its last token is under way
                 continue
-            count = task.known + task.pending - task.computed
+            count = task.known + pending - computed
             if 0 < threshold < count:
                 count = threshold
-            count = min(count, budget, longest - task.computed - 1)
+            if count > budget:
+                count = budget
+            if count > longest - computed - 1:
+                count = longest - computed - 1
             if count == 0:
                 place += 1
                 continue
-            while not self._extend(task, task.computed + count):
-                victim, moved, freed = self._choose_victim(step, place)
-                place -= moved
-                budget += freed
-                self._preempt(victim)
-                step.preempted.append(victim)
-                if victim is task:
+            end = computed + count
+            if end > task.held * size or end >= task.hashed_end + self._hash_size:
+                preempted = False
+                while not (preempted or self._extend(task, end)):
+                    victim, moved, freed = self._choose_victim(step, place)
+                    place -= moved
+                    budget += freed
+                    self._preempt(victim)
+                    step.preempted.append(victim)
+                    preempted = victim is task
+                if preempted:
                     return budget
-            step.tasks.append(task)
-            step.queries.append(count)
-            step.contexts.append(task.computed)
+            tasks.append(task)
+            queries.append(count)
+            contexts.append(computed)
             budget -= count
             place += 1
         return budget
@@ -224,8 +228,8 @@ class Scheduler:
             self.waiting.pop()
             self.pool.touch(hits)
             task.blocks = hits
-            task.held = task.hashed = len(hits)
-            task.computed = computed
+            task.held = len(hits)
+            task.computed = task.hashed_end = computed
             task.running = True
             self._extend(task, computed + count)
             self.running.append(task)
@@ -237,25 +241,33 @@ class Scheduler:
     def _launch(self, step: Step) -> None:
         """The step is under way: what it computes counts as computed from now on."""
         waits = self.limits.async_scheduling
+        number = self.steps
+        samples = step.samples
         for task, count in zip(step.tasks, step.queries, strict=True):
             if task.first_step < 0:
-                task.first_step = self.steps
+                task.first_step = number
                 task.cached_tokens = task.computed
             task.computed += count
             if task.computed >= task.known + task.pending:
-                step.samples.append(task)
-                task.sampled(self.steps, 1)
+                samples.append(task)
+                stretches = task.stretches
+                if stretches and stretches[-2] + stretches[-1] == number:
+                    stretches[-1] += 1
+                else:
+                    stretches += (number, 1)
                 if waits:
                     task.pending += 1
         self.steps += 1
 
     def update(self, step: Step) -> None:
         """Take the result of a step; requests that have all their tokens end."""
+        waited, size = self.limits.async_scheduling, self._hash_size
         for task in step.samples:
             task.known += 1
-            if task.running and self.limits.async_scheduling:
+            if waited and task.running:
                 task.pending -= 1
-                self._cache(task, task.computed - task.pending)
+                if task.computed - task.pending >= task.hashed_end + size:
+                    self._cache(task, task.computed - task.pending)
             if task.known == task.total:
                 self._finish(task)
 
@@ -274,7 +286,7 @@ class Scheduler:
         if self.limits.enable_prefix_caching and not task.tracked:
             # From now on it can hit its own blocks.
             task.tracked = True
-            own = range(len(task.blocks), task.hashed)
+            own = range(len(task.blocks), task.hashed_end // self.limits.block_size)
             task.blocks += [self.pool.cache(task.key(index)) for index in own]
         self._free(task)
         task.running = False
@@ -312,19 +324,21 @@ class Scheduler:
 
     def _cache(self, task: Task, tokens: int) -> None:
         """Its full blocks of the first `tokens` tokens get a hash."""
-        full = tokens // self.limits.block_size
-        if full <= task.hashed or not self.limits.enable_prefix_caching:
+        size = self.limits.block_size
+        if tokens < task.hashed_end + self._hash_size:
             return
+        full = tokens // size
         hit = full if task.tracked else min(full, task.shared_blocks)
         if len(task.blocks) < hit:
             fresh = range(len(task.blocks), hit)
             task.blocks += [self.pool.cache(task.key(index)) for index in fresh]
-        task.hashed = full
+        task.hashed_end = full * size
 
     def _free(self, task: Task) -> None:
-        unhashed = task.held - task.hashed
-        self.pool.release(unhashed, task.hashed - len(task.blocks), reversed(task.blocks))
-        task.held = task.hashed = 0
+        hashed = task.hashed_end // self.limits.block_size
+        cannot_be_hit = hashed - len(task.blocks)
+        self.pool.release(task.held - hashed, cannot_be_hit, reversed(task.blocks))
+        task.held = task.hashed_end = 0
         task.blocks = []
 
     # -- many steps ------------------------------------------------------------------------
@@ -375,8 +389,13 @@ class Scheduler:
             task.computed += steps
             task.known += steps
             task.held = -(-task.computed // size)
-            self._cache(task, task.computed - behind)
-            task.sampled(self.steps, steps)
+            if task.computed - behind >= task.hashed_end + self._hash_size:
+                self._cache(task, task.computed - behind)
+            stretches = task.stretches
+            if stretches and stretches[-2] + stretches[-1] == self.steps:
+                stretches[-1] += steps
+            else:
+                stretches += (self.steps, steps)
         self.steps += steps
 
 
