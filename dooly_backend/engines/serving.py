@@ -109,6 +109,35 @@ def boot_server(options: ServingOptions) -> Server:
     raise InputError(f"unknown engine {options.engine!r}: use vllm")
 
 
+def refuse_limits(limits: ServingLimits) -> None:
+    """Raise InputError for limits that no engine takes."""
+    for name in (
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "max_model_len",
+        "num_gpu_blocks",
+        "block_size",
+    ):
+        if getattr(limits, name) < 1:
+            raise InputError(f"{name} is {getattr(limits, name)}: give one or more")
+    if limits.max_num_batched_tokens < limits.max_num_seqs:
+        raise InputError(
+            f"max_num_batched_tokens {limits.max_num_batched_tokens} is less than max_num_seqs "
+            f"{limits.max_num_seqs}: every running request needs a token of a step"
+        )
+    if not limits.enable_chunked_prefill and limits.max_num_batched_tokens < limits.max_model_len:
+        raise InputError(
+            f"without chunked prefill max_num_batched_tokens {limits.max_num_batched_tokens} must "
+            f"not be less than max_model_len {limits.max_model_len}: a prompt is one step"
+        )
+    if limits.policy not in ("fcfs", "priority"):
+        raise InputError(f"unknown policy {limits.policy!r}: fcfs or priority")
+    if limits.long_prefill_token_threshold < 0 or not 0 <= limits.watermark < 1:
+        raise InputError(
+            "long_prefill_token_threshold is 0 or more, watermark a part of the blocks below 1"
+        )
+
+
 def refuse_too_long(requests: Sequence[ServingRequest], limits: ServingLimits) -> None:
     """Raise InputError for a request that the limits have no room for."""
     for request in requests:
@@ -125,11 +154,4 @@ def refuse_too_long(requests: Sequence[ServingRequest], limits: ServingLimits) -
             raise InputError(
                 f"request {request.id} has {tokens} tokens and the KV cache holds "
                 f"{(limits.num_gpu_blocks - 1) * limits.block_size}: give it more blocks"
-            )
-        if not limits.enable_chunked_prefill and request.prompt_tokens > (
-            limits.max_num_batched_tokens
-        ):
-            raise InputError(
-                f"request {request.id} has a prompt of {request.prompt_tokens} tokens, and without "
-                f"chunked prefill a step takes {limits.max_num_batched_tokens}: allow more"
             )

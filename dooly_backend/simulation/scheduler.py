@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from dooly_backend.engines.serving import refuse_too_long
+from dooly_backend.engines.serving import refuse_limits, refuse_too_long
 from dooly_backend.simulation.arrivals import Feed
 from dooly_backend.simulation.fast import run_fast
 from dooly_backend.simulation.records import (
@@ -40,6 +40,7 @@ def simulate(
     InputError for requests or limits that do not fit, EngineError without an engine.
     """
     feed = Feed(requests, by_step=by_step, concurrency=concurrency)
+    refuse_limits(limits)
     if scheduler == "engine":
         from dooly_backend.engines.vllm_scheduler import EngineScheduler
 

@@ -1,0 +1,92 @@
+"""Our scheduler against vLLM's own on random cases: every step, every time, to the last bit."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from dooly_backend.errors import InputError
+from dooly_backend.simulation.records import ServingLimits, ServingRequest
+from dooly_backend.simulation.scheduler import OneByOne, simulate
+from integration.schedules.cases import MadeUpTimer, differences, random_case, scaled
+from integration.schedules.equal import compare, vllm_version
+
+LIMITS = ServingLimits(8, 64, 256, 40, 16, async_scheduling=True)
+TIMER = MadeUpTimer(64.0, 32.0)
+
+
+@pytest.mark.engine
+def test_equal_to_vllm_on_random_cases(needs_engine: None) -> None:
+    counts: Counter[str] = Counter()
+    for seed in range(140):
+        case = scaled(random_case(seed, vllm_version()))
+        assert not compare(case, counts, Counter()), f"case {seed}"
+    # Otherwise the cases would not try much.
+    assert counts["steps"] > 20_000
+    assert counts["with_preemptions"] > 30
+    assert counts["with_cached_tokens"] > 30
+
+
+def test_many_steps_at_once_are_those_taken_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = [scaled(random_case(seed)) for seed in range(150)]
+    fast = [simulate(c.requests, c.limits, c.timer, **c.feed) for c in cases]
+    monkeypatch.setattr("dooly_backend.simulation.fast._Simulation._stride", lambda self: False)
+    for case, run in zip(cases, fast, strict=True):
+        slow = simulate(case.requests, case.limits, case.timer, **case.feed)
+        assert not differences(slow, run)
+
+
+def test_old_rules_differ_where_one_request_is_alone() -> None:
+    limits = replace(LIMITS, long_prefill_token_threshold=20)
+    request = [ServingRequest(0, 0.0, 100, 1)]
+    first = [
+        simulate(request, replace(limits, version=version), TIMER).steps[0].scheduled[0].query
+        for version in ("0.25.1", "0.32.0")
+    ]
+    assert first == [20, 64]
+
+
+def test_a_timer_of_one_step_at_a_time_will_do() -> None:
+    class Single:
+        time = TIMER.time
+
+    requests = [ServingRequest(i, i / 100, 60, 20) for i in range(10)]
+    assert not differences(simulate(requests, LIMITS, TIMER), simulate(requests, LIMITS, Single()))
+    assert OneByOne(Single()).time == Single.time
+
+
+@pytest.mark.parametrize(
+    ("request_", "limits", "message"),
+    [
+        (ServingRequest(0, 0, 250, 10), {}, "has 260 tokens with its output"),
+        (ServingRequest(0, 0, 0, 10), {}, "no prompt or no output"),
+        (ServingRequest(0, 0, 200, 50), {"num_gpu_blocks": 10}, "the KV cache holds 144"),
+        (ServingRequest(0, 0, 80, 5), {"enable_chunked_prefill": False}, "chunked prefill"),
+        (ServingRequest(0, 0, 8, 5), {"policy": "shortest"}, "policy"),
+        (ServingRequest(0, 0, 8, 5), {"max_num_batched_tokens": 7}, "max_num_batched_tokens"),
+        (ServingRequest(0, 0, 8, 5), {"num_gpu_blocks": 0}, "num_gpu_blocks"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(
+    request_: ServingRequest, limits: dict[str, object], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        simulate([request_], replace(LIMITS, **limits), TIMER)  # type: ignore[arg-type]
+
+
+def test_wrong_feeds_are_refused() -> None:
+    one = ServingRequest(0, 0, 8, 5)
+    for requests, feed, message in (
+        ([one, one], {}, "same id"),
+        ([one], {"concurrency": 0}, "serves nothing"),
+        ([one], {"concurrency": 1, "by_step": True}, "closed loop"),
+    ):
+        with pytest.raises(InputError, match=message):
+            simulate(requests, LIMITS, TIMER, **feed)  # type: ignore[arg-type]
+
+
+def test_no_requests_make_an_empty_run() -> None:
+    run = simulate([], LIMITS, TIMER)
+    assert (len(run.steps), len(run.requests)) == (0, 0)
