@@ -21,6 +21,10 @@ _TELLING = tuple(
 )
 
 
+class UnmeasuredError(InputError):
+    """The database lacks what was asked for: profiling would add it."""
+
+
 def select(
     database: Database,
     model: str | None,
@@ -67,14 +71,14 @@ def _matching_configurations(
         raise TypeError(f"configurations have no {', '.join(unknown)}: {', '.join(_TELLING)}")
     stored = database.configurations()
     if not stored:
-        raise InputError(
+        raise UnmeasuredError(
             f"database {database.path} holds no configuration: "
             f"run `dooly profile MODEL --db {database.path}` first"
         )
     named = {i: c for i, c in stored.items() if model is None or _is_called(c, model)}
     if not named:
         names = ", ".join(sorted({c.model for c in stored.values()}))
-        raise InputError(
+        raise UnmeasuredError(
             f"database {database.path} has no model {model!r}, only {names}: "
             f"run `dooly profile {model} --db {database.path}` first"
         )
@@ -83,7 +87,7 @@ def _matching_configurations(
     if not fitting:
         asked = ", ".join(f"{name}={value}" for name, value in wanted.items())
         choices = _tell_apart(list(named.values()), always=tuple(wanted))
-        raise InputError(
+        raise UnmeasuredError(
             f"database {database.path} has no configuration with {asked}, only "
             f"{'; '.join(choices)}: run `dooly profile` with these options first"
         )
@@ -135,7 +139,7 @@ def _unmeasured(
     ]
     names = _unique(configuration.model for configuration in configurations.values())
     state = "; ".join(parts) or f"nothing of {', '.join(names)} is measured there"
-    return InputError(
+    return UnmeasuredError(
         f"database {database.path} is not complete: {state}: "
         f"run `dooly profile {' '.join(names)} --db {database.path}`"
     )

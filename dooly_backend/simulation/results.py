@@ -11,6 +11,9 @@ import pandas as pd
 
 from dooly_backend.simulation.metrics import Metrics
 from dooly_backend.simulation.plots import run_page
+from dooly_backend.simulation.records import Run
+from dooly_backend.simulation.simulator import batches
+from dooly_backend.simulation.step_time import StepModel
 from dooly_backend.simulation.timeline import trace_events
 
 REQUESTS, STEPS, SUMMARY = "requests.parquet", "steps.parquet", "summary.json"
@@ -42,6 +45,11 @@ def write_results(
     title = str(about.get("model", "run"))
     (folder / PAGE).write_text(run_page(metrics, title, parts_us))
     return [folder / name for name in (REQUESTS, STEPS, SUMMARY, TRACE, PAGE)]
+
+
+def parts_of_steps(run: Run, timer: StepModel) -> pd.DataFrame:
+    """Where every step's time goes, by group of operations: microseconds."""
+    return pd.DataFrame(timer.parts_us(batches(run)))
 
 
 def steps_table(metrics: Metrics, parts_us: pd.DataFrame | None) -> pd.DataFrame:

@@ -1,0 +1,146 @@
+"""`dooly simulate`: TTFT, TPOT and throughput of a workload, without the hardware."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dooly_backend import console
+from dooly_backend.serving_options import scheduler_options
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from dooly_backend.simulation.metrics import Summary
+
+
+@click.command(context_settings=console.CONTEXT_SETTINGS)
+@click.argument("model")
+@click.option(
+    "--workload",
+    "workload_text",
+    metavar="SPEC",
+    default="fixed",
+    show_default=True,
+    help="NAME[:SETTING=VALUE,...]: a name in configs/workloads, a YAML file, or a trace.",
+)
+@console.database_option
+@console.environment_option
+@click.option("--backend", metavar="NAME", help="The attention backend, where there are several.")
+@click.option(
+    "--tp",
+    "tensor_parallel",
+    type=click.IntRange(min=1),
+    help="Tensor-parallel size, where several are measured.",
+)
+@scheduler_options
+@click.option(
+    "--scheduler",
+    type=click.Choice(["dooly", "engine"]),
+    default="dooly",
+    show_default=True,
+    help="Whose scheduler decides the batches; the engine's own needs it installed.",
+)
+@console.output_option("Write tables, summary, trace and plots into this folder.")
+@console.json_option
+def simulate(
+    model: str,
+    workload_text: str,
+    db: str,
+    environment: str | None,
+    backend: str | None,
+    tensor_parallel: int | None,
+    serving: Mapping[str, Any],
+    scheduler: Any,
+    out: Path | None,
+    as_json: bool,
+) -> None:
+    """Simulate how an engine serves a workload: TTFT, TPOT, throughput.
+
+    Step times come from --db. A model that it does not know yet is profiled
+    into it first, which needs the engine; else nothing does. Limits that are
+    not given are vLLM's defaults for its server on the profiled device.
+
+    \b
+    Examples:
+      dooly simulate smollm-135m --workload fixed:requests=200,rate=1
+      dooly simulate Llama-3.1-8B --db builtin:h200 --backend FLASH_ATTN --kv-cache-memory 100
+    """
+    from dooly_backend.simulation.limits import serving_limits
+    from dooly_backend.simulation.metrics import Metrics
+    from dooly_backend.simulation.simulator import simulate as run_simulation
+    from dooly_backend.simulation.source import model_name, profiled
+    from dooly_backend.simulation.workload import load_workload
+
+    workload = load_workload(workload_text)
+    requests = workload.build()
+    filters = {"backend": backend, "tensor_parallel": tensor_parallel}
+    source = profiled(
+        db, model_name(model), environment, filters, profile_arguments(filters), model
+    )
+    limits = serving_limits(source.configuration, source.environment, serving)
+    timer = source.timer(limits)
+    began = time.perf_counter()
+    run = run_simulation(
+        requests, limits, timer, concurrency=workload.concurrency, scheduler=scheduler
+    )
+    seconds = time.perf_counter() - began
+    metrics = Metrics(run)
+    about = {**source.about(), "workload": workload_text, "seconds": round(seconds, 3)}
+    if out is not None:
+        from dooly_backend.simulation.results import parts_of_steps, write_results
+
+        write_results(out, metrics, about, parts_of_steps(run, timer))
+    if as_json:
+        console.print_json({**about, **flat(metrics.summary)})
+        return
+    console.show(table(metrics.summary, f"{about['model']} on {about['device']}"))
+    if out is not None:
+        click.echo(f"wrote {out}")
+
+
+def profile_arguments(filters: Mapping[str, Any]) -> list[str]:
+    """The options of `dooly profile` for what was asked for."""
+    flags = {"backend": "--backend", "tensor_parallel": "--tp"}
+    return [
+        text
+        for name, value in filters.items()
+        if value is not None
+        for text in (flags[name], str(value))
+    ]
+
+
+def flat(summary: Summary) -> dict[str, Any]:
+    """The summary without nesting: ``ttft_p50_s`` and the like, seconds."""
+    values = summary.as_dict()
+    for name, spread in values.pop("latencies").items():
+        for statistic, value in (spread or {}).items():
+            values[f"{name}_{statistic}_s"] = value
+    return values
+
+
+def table(summary: Summary, title: str) -> Table:
+    """The latencies in milliseconds, and under them the rates."""
+    from rich.table import Table
+
+    caption = (
+        f"{summary.requests} requests in {summary.duration_s:.1f} s and {summary.steps} steps: "
+        f"{summary.requests_per_s:.2f} requests/s, {summary.output_tokens_per_s:.1f} output "
+        f"tokens/s; busy {summary.utilisation:.0%}, {summary.requests_per_step:.1f} requests a "
+        f"step, {summary.preemptions} preemptions"
+    )
+    if summary.extrapolated_share:
+        caption += f"; {summary.extrapolated_share:.0%} of the steps outside the profiled range"
+    result = Table(
+        "ms", "mean", "P50", "P90", "P99",
+        title=title, caption=caption, title_justify="left", caption_justify="left",
+    )  # fmt: skip
+    for name, spread in summary.latencies.items():
+        if spread is not None:
+            values = (spread.mean, spread.p50, spread.p90, spread.p99)
+            result.add_row(name.upper(), *(f"{value * 1e3:.1f}" for value in values))
+    return result

@@ -1,0 +1,107 @@
+"""Where a simulation's step times come from: a bundle, or a database that is fitted now."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dooly_backend.config import load_model
+from dooly_backend.database import Database
+from dooly_backend.database.records import Configuration, Environment
+from dooly_backend.errors import CheckFailed, InputError
+from dooly_backend.regression.latency import LatencyModel
+from dooly_backend.regression.select import UnmeasuredError
+from dooly_backend.simulation.execution import OF_CONFIGURATION, Execution, capture_sizes
+from dooly_backend.simulation.records import ServingLimits
+from dooly_backend.simulation.step_time import StepModel
+
+
+@dataclass(frozen=True)
+class Source:
+    """A configuration that was profiled, and the times of its steps."""
+
+    model: LatencyModel
+
+    @property
+    def configuration(self) -> Configuration:
+        return self.model.configuration
+
+    @property
+    def environment(self) -> Environment:
+        return self.model.environment
+
+    def timer(self, limits: ServingLimits) -> StepModel:
+        """The step times under these limits, which decide what vLLM captures graphs for."""
+        graphs = OF_CONFIGURATION[self.configuration.execution_mode]
+        sizes: Sequence[int] = ()
+        if graphs != "NONE":
+            sizes = capture_sizes(
+                limits.max_num_seqs,
+                limits.max_num_batched_tokens,
+                self.environment.engine_version,
+            )
+        return StepModel.of(self.model, Execution(graphs, sizes, limits.max_num_seqs))
+
+    def about(self) -> dict[str, Any]:
+        """What was profiled where, for a summary."""
+        return {
+            "model": self.configuration.model,
+            "backend": self.configuration.backend,
+            "dtype": self.configuration.dtype,
+            "tensor_parallel": self.configuration.tensor_parallel,
+            "execution_mode": self.configuration.execution_mode,
+            "engine": f"{self.environment.engine} {self.environment.engine_version}",
+            "device": self.environment.device,
+        }
+
+
+def from_database(
+    db: str, model: str, environment: str | None, filters: Mapping[str, Any]
+) -> Source:
+    """Of what the database measured. Raises InputError where it does not know the model."""
+    with Database.open(db, read_only=True) as database:
+        return Source(LatencyModel.load(database, model, environment, **filters))
+
+
+def profiled(
+    db: str,
+    model: str,
+    environment: str | None,
+    filters: Mapping[str, Any],
+    arguments: Sequence[str],
+    model_argument: str | None = None,
+) -> Source:
+    """As `from_database`; what is missing is profiled into it first.
+
+    `arguments` are further ones of `dooly profile`, `model_argument` the model as
+    that command takes it. It runs in a process of its own: its engine shall not
+    sit in this one's memory.
+    """
+    if Path(db).exists() or db.startswith("builtin:"):
+        try:
+            return from_database(db, model, environment, filters)
+        except UnmeasuredError:
+            if db.startswith("builtin:"):
+                raise
+    named = model_argument or model
+    command = [sys.executable, "-m", "dooly_backend.cli", "profile", named, "--db", db, *arguments]
+    done = subprocess.run(command, stdout=sys.stderr.fileno(), check=False)
+    if done.returncode:
+        raise CheckFailed(
+            f"`dooly profile {model}` ended with exit code {done.returncode}: see above"
+        )
+    return from_database(db, model, environment, filters)
+
+
+def model_name(text: str) -> str:
+    """What a database calls the model that `text` means; `text` itself for one not known here."""
+    try:
+        return load_model(text).name
+    except InputError:
+        if Path(text).exists():
+            raise
+        return text

@@ -1,0 +1,197 @@
+"""The same requests on a live engine and in simulation, and how far they are apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from dooly_backend.engines.serving import Server
+from dooly_backend.simulation import live
+from dooly_backend.simulation.compare import Comparison, schedule_agreement, step_errors
+from dooly_backend.simulation.metrics import Metrics
+from dooly_backend.simulation.records import Run, ServingLimits, StepTimer
+from dooly_backend.simulation.simulator import SchedulerName, batches, replayed, simulate
+from dooly_backend.simulation.step_time import StepModel
+from dooly_backend.simulation.workload import Workload
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Validation:
+    """One workload: live runs, its simulation, and the simulation by operations alone."""
+
+    workload: Workload
+    live: Sequence[Run]
+    simulated: Run
+    forward_only: Run
+    timer: StepModel
+    scheduler: SchedulerName = "dooly"
+
+    @cached_property
+    def comparison(self) -> Comparison:
+        return Comparison([Metrics(run) for run in self.live], Metrics(self.simulated))
+
+    @cached_property
+    def forward_comparison(self) -> Comparison:
+        return Comparison(self.comparison.live, Metrics(self.forward_only))
+
+    @cached_property
+    def agreements(self) -> list[float]:
+        """Of each live run, percent of its steps that its replay schedules alike."""
+        return [
+            schedule_agreement(run, replayed(run, scheduler=self.scheduler)) for run in self.live
+        ]
+
+    @cached_property
+    def steps(self) -> pd.DataFrame:
+        """All live steps beside what is predicted for their batches (`step_errors`)."""
+        return pd.concat(
+            [step_errors(run.steps, self.timer.times(batches(run)).device_us) for run in self.live],
+            ignore_index=True,
+        )
+
+    def figures(self) -> dict[str, Any]:
+        """What the JSON output says; percent, NaN as None."""
+        found, forward = self.comparison, self.forward_comparison
+        values: dict[str, Any] = {
+            "ttft_mape": found.mape("ttft"),
+            "tpot_mape": found.mape("tpot"),
+            "throughput_error": abs(found.throughput["error"]),
+            "schedule_agreement": min(self.agreements),
+            "ttft_noise": found.noise("ttft"),
+            "tpot_noise": found.noise("tpot"),
+            "throughput_noise": found.throughput["noise"],
+            "ttft_mape_requests": found.mape_of_requests("ttft"),
+            "tpot_mape_requests": found.mape_of_requests("tpot"),
+            "ttft_noise_requests": found.noise_of_requests("ttft"),
+            "tpot_noise_requests": found.noise_of_requests("tpot"),
+            "ttft_mape_forward_only": forward.mape("ttft"),
+            "tpot_mape_forward_only": forward.mape("tpot"),
+            "step_tokens_mape": found.steps.loc["tokens", "mape"],
+            "step_requests_mape": found.steps.loc["requests", "mape"],
+            "step_tokens_noise": found.steps.loc["tokens", "noise"],
+            "step_requests_noise": found.steps.loc["requests", "noise"],
+            "step_time_mape": self.steps["error"].abs().mean(),
+            "step_time_bias": (self.steps["predicted_ms"].sum() / self.steps["live_ms"].sum() - 1)
+            * 100,
+        }
+        return {name: plain(value) for name, value in values.items()}
+
+    @property
+    def name(self) -> str:
+        """The workload and, where it has one, its rate."""
+        rate = self.workload.rate
+        timed = self.workload.arrivals in ("poisson", "uniform", "bursty") and rate
+        return f"{self.workload.name}, {rate:.3g} requests/s" if timed else self.workload.name
+
+
+def plain(value: Any) -> float | None:
+    """A number that JSON takes: NaN becomes None."""
+    number = float(value)
+    return round(number, 4) if np.isfinite(number) else None
+
+
+def overall(validations: Sequence[Validation]) -> dict[str, Any]:
+    """Means over the workloads; of the schedule's agreement the least."""
+    figures = [validation.figures() for validation in validations]
+    result: dict[str, Any] = {}
+    for name in figures[0]:
+        known = [f[name] for f in figures if f[name] is not None]
+        take = min if name == "schedule_agreement" else np.mean
+        result[name] = plain(take(known)) if known else None
+    return result
+
+
+def validate(
+    server: Server,
+    timer: StepModel,
+    workloads: Sequence[Workload],
+    runs: int,
+    *,
+    scheduler: SchedulerName = "dooly",
+    say: Say = lambda _: None,
+) -> list[Validation]:
+    """Serve every workload `runs` times, in turns, and simulate it under the server's limits.
+
+    In turns, so that a disturbance of minutes does not hit one workload alone.
+    The simulation comes first: it knows nothing of the live runs.
+    """
+    built = [workload.build() for workload in workloads]
+    simulated: list[tuple[Run, Run]] = []
+    for workload, requests in zip(workloads, built, strict=True):
+        both: list[Run] = [
+            simulate(
+                requests,
+                server.limits,
+                each,
+                concurrency=workload.concurrency,
+                scheduler=scheduler,
+            )
+            for each in (timer, timer.forward_only())
+        ]
+        simulated.append((both[0], both[1]))
+    say("warming up")
+    for requests in built:
+        live.warm_up(server, requests)
+    served: list[list[Run]] = [[] for _ in workloads]
+    for turn in range(runs):
+        for index, (workload, requests) in enumerate(zip(workloads, built, strict=True)):
+            say(f"serving {workload.name}, run {turn + 1} of {runs}")
+            served[index].append(live.serve(server, requests, concurrency=workload.concurrency))
+    return [
+        Validation(workload, live_runs, both[0], both[1], timer, scheduler)
+        for workload, live_runs, both in zip(workloads, served, simulated, strict=True)
+    ]
+
+
+def at_load(
+    workload: Workload, load: float, limits: ServingLimits, timer: StepTimer, **how: Any
+) -> Workload:
+    """`workload` at a rate that is the part `load` of what the simulated engine can do.
+
+    That is its throughput when all requests come at once.
+    """
+    requests = [replace(request, arrival_s=0.0) for request in workload.build()]
+    summary = Metrics(simulate(requests, limits, timer, **how)).summary
+    rate = float(f"{load * summary.requests_per_s:.3g}")
+    return workload.model_copy(update={"rate": rate})
+
+
+def table_rows(validation: Validation) -> list[Mapping[str, Any]]:
+    """The latencies' table and the throughput, for people: milliseconds and percent."""
+    rows: list[Mapping[str, Any]] = []
+    for (latency, statistic), row in validation.comparison.latencies.iterrows():
+        forward = validation.forward_comparison.latencies.loc[(latency, statistic), "error"]
+        rows.append(
+            {
+                "what": f"{latency.upper()} {statistic}, ms",
+                "live": row["live"] * 1e3,
+                "simulated": row["simulated"] * 1e3,
+                "error": row["error"],
+                "noise": row["noise"],
+                "forward_only": forward,
+            }
+        )
+    throughput = validation.comparison.throughput
+    forward = validation.forward_comparison.throughput["error"]
+    rows.append({"what": "output tokens/s", **throughput, "forward_only": forward})
+    for name, row in validation.comparison.steps.iterrows():
+        unit = ", ms" if name == "milliseconds" else ""
+        what = "time" if name == "milliseconds" else name
+        rows.append(
+            {
+                "what": f"{what} of a step{unit}",
+                "live": row["live"],
+                "simulated": row["simulated"],
+                "error": (row["simulated"] / row["live"] - 1) * 100,
+                "noise": row["noise"],
+                "forward_only": float("nan"),
+            }
+        )
+    return rows

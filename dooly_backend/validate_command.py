@@ -1,0 +1,221 @@
+"""`dooly validate`: the same requests on a live engine and in simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dooly_backend import console
+from dooly_backend.serving_options import scheduler_options
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from dooly_backend.simulation.source import Source
+    from dooly_backend.simulation.validation import Validation
+    from dooly_backend.simulation.workload import Workload
+
+_SETTINGS = ("rate", "concurrency", "arrivals")  # of a workload, that leave no room for --load
+
+
+@click.command(context_settings=console.CONTEXT_SETTINGS)
+@click.argument("model")
+@click.option(
+    "--workload",
+    "workload_texts",
+    metavar="SPEC",
+    multiple=True,
+    default=("balanced",),
+    show_default=True,
+    help="As of `dooly simulate`; may be repeated: they take turns.",
+)
+@click.option(
+    "--load",
+    type=click.FloatRange(min=0, min_open=True),
+    default=0.8,
+    show_default=True,
+    help="Part of the simulated engine's capacity at which requests come, where a workload "
+    "names no rate.",
+)
+@click.option(
+    "--runs",
+    type=click.IntRange(min=1),
+    default=2,
+    show_default=True,
+    help="Live runs of each workload; two or more show the noise floor.",
+)
+@console.database_option
+@console.environment_option
+@click.option("--backend", metavar="NAME", help="The attention backend. [default: the engine's]")
+@click.option(
+    "--tp", "tensor_parallel", type=click.IntRange(min=1), default=1, show_default=True,
+    help="Tensor-parallel size.",
+)  # fmt: skip
+@click.option(
+    "--threads", type=click.IntRange(min=1), help="Threads of a CPU engine; leave a core to others."
+)
+@console.sweep_option
+@scheduler_options
+@click.option(
+    "--scheduler",
+    type=click.Choice(["dooly", "engine"]),
+    default="dooly",
+    show_default=True,
+    help="Whose scheduler the simulation runs.",
+)
+@console.output_option("Write tables, runs and plots into this folder.")
+@console.json_option
+def validate(
+    model: str,
+    workload_texts: tuple[str, ...],
+    load: float,
+    runs: int,
+    db: str,
+    environment: str | None,
+    backend: str | None,
+    tensor_parallel: int,
+    threads: int | None,
+    sweep_name: str,
+    serving: Mapping[str, Any],
+    scheduler: Any,
+    out: Path | None,
+    as_json: bool,
+) -> None:
+    """Serve a workload on the live engine and in simulation, and compare.
+
+    What --db does not know of the model is profiled first. Errors are percent;
+    beside them stand the error of one live run against another (noise) and the
+    error of a simulation that knows the operations but not the step's own cost
+    (forward only). The schedule is compared step by step, with the requests of
+    each live run replayed as they came.
+
+    \b
+    Examples:
+      dooly validate smollm-135m
+      dooly validate smollm-135m --workload prefill-heavy:requests=30 --load 0.5 --runs 3 -o results
+    """
+    from dooly_backend.engines.serving import ServingOptions, boot_server
+    from dooly_backend.simulation.source import model_name, profiled
+    from dooly_backend.simulation.validation import overall
+    from dooly_backend.simulation.validation import validate as run
+    from dooly_backend.simulation.workload import load_workload
+
+    workloads = [load_workload(text) for text in workload_texts]
+    described = described_model(model)
+    source = profiled(
+        db,
+        model_name(model),
+        environment,
+        {"backend": backend, "tensor_parallel": tensor_parallel},
+        profile_arguments(model, backend, tensor_parallel, threads, sweep_name),
+        model,
+    )
+    options = ServingOptions(
+        model=described,
+        engine=source.configuration.engine,
+        backend=source.configuration.backend,
+        tensor_parallel=tensor_parallel,
+        dtype=source.configuration.dtype,
+        block_size=source.configuration.block_size,
+        threads=threads,
+        eager=source.configuration.execution_mode == "eager",
+        **serving,
+    )
+    say = _say
+    say(f"starting {options.engine} with {described.name}")
+    with boot_server(options) as server:
+        timer = source.timer(server.limits)
+        chosen = [
+            loaded(workload, text, load, server.limits, timer, scheduler)
+            for workload, text in zip(workloads, workload_texts, strict=True)
+        ]
+        found = run(server, timer, chosen, runs, scheduler=scheduler, say=say)
+    if out is not None:
+        from dooly_backend.simulation.validation_report import write_validation
+
+        write_validation(out, found, source.about())
+    if as_json:
+        console.print_json(
+            {
+                **source.about(),
+                **overall(found),
+                "workloads": {v.name: v.figures() for v in found},
+            }
+        )
+        return
+    for validation in found:
+        console.show(table(validation, source))
+    if out is not None:
+        click.echo(f"wrote {out}")
+
+
+def _say(text: str) -> None:
+    console.log().print(text)
+
+
+def described_model(text: str) -> Any:
+    from dooly_backend.config import load_model
+
+    return load_model(text)
+
+
+def loaded(
+    workload: Workload, text: str, load: float, limits: Any, timer: Any, scheduler: Any
+) -> Workload:
+    """The workload at `load`, unless its text says when requests come."""
+    from dooly_backend.simulation.validation import at_load
+
+    settings = text.partition(":")[2]
+    named = any(f"{name}=" in settings.replace(" ", "") for name in _SETTINGS)
+    if named or workload.arrivals not in ("poisson", "uniform", "bursty"):
+        return workload
+    return at_load(workload, load, limits, timer, scheduler=scheduler)
+
+
+def profile_arguments(
+    model: str, backend: str | None, tensor_parallel: int, threads: int | None, sweep: str
+) -> list[str]:
+    """The options of `dooly profile` for what is to be validated."""
+    arguments = ["--tp", str(tensor_parallel), "--sweep", sweep]
+    if backend is not None:
+        arguments += ["--backend", backend]
+    if threads is not None:
+        arguments += ["--threads", str(threads)]
+    return arguments
+
+
+def table(validation: Validation, source: Source) -> Table:
+    """Live beside simulated, with errors in percent."""
+    from rich.table import Table
+
+    from dooly_backend.simulation.validation import table_rows
+
+    figures = validation.figures()
+    caption = (
+        f"schedule, replayed: {figures['schedule_agreement']:.1f}% of the steps equal; "
+        f"single requests: TTFT within {figures['ttft_mape_requests']:.1f}%, TPOT "
+        f"{figures['tpot_mape_requests']:.1f}%; single steps: {figures['step_time_mape']:.1f}%, "
+        f"all together {figures['step_time_bias']:+.1f}%"
+    )
+    result = Table(
+        "", "live", "simulated", "error, %", "noise, %", "forward only, %",
+        title=f"{source.configuration.model} on {source.environment.device}: {validation.name}",
+        caption=caption, title_justify="left", caption_justify="left",
+    )  # fmt: skip
+    for row in table_rows(validation):
+        result.add_row(
+            row["what"],
+            f"{row['live']:.1f}",
+            f"{row['simulated']:.1f}",
+            _percent(row["error"], "+.1f"),
+            _percent(row["noise"], ".1f"),
+            _percent(row["forward_only"], "+.1f"),
+        )
+    return result
+
+
+def _percent(value: float, form: str) -> str:
+    return "-" if value != value else format(value, form)
