@@ -9,6 +9,8 @@ from dooly_backend.db_commands import db
 from dooly_backend.engine_commands import plan, profile, trace
 from dooly_backend.export_command import export
 from dooly_backend.import_command import import_
+from dooly_backend.simulate_command import simulate
+from dooly_backend.validate_command import validate
 
 
 @click.group(context_settings=console.CONTEXT_SETTINGS)
@@ -61,7 +63,7 @@ def models(as_json: bool) -> None:
 
 # -- entry points -------------------------------------------------------------
 
-for command in (db, trace, plan, profile, export, import_):
+for command in (db, trace, plan, profile, export, import_, simulate, validate):
     cli.add_command(command)
 
 

@@ -72,7 +72,7 @@ def simulate(
     """
     from dooly_backend.simulation.limits import serving_limits
     from dooly_backend.simulation.metrics import Metrics
-    from dooly_backend.simulation.simulator import simulate as run_simulation
+    from dooly_backend.simulation.scheduler import simulate as run_simulation
     from dooly_backend.simulation.source import model_name, profiled
     from dooly_backend.simulation.workload import load_workload
 
@@ -137,7 +137,7 @@ def table(summary: Summary, title: str) -> Table:
         caption += f"; {summary.extrapolated_share:.0%} of the steps outside the profiled range"
     result = Table(
         "ms", "mean", "P50", "P90", "P99",
-        title=title, caption=caption, title_justify="left", caption_justify="left",
+        title=title, caption=caption, title_justify="left", caption_justify="left", min_width=72,
     )  # fmt: skip
     for name, spread in summary.latencies.items():
         if spread is not None:

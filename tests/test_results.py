@@ -18,7 +18,7 @@ from dooly_backend.simulation.results import write_results
 from dooly_backend.simulation.timeline import ENGINE, trace_events
 from tests.run_records import RUN, step
 
-PARTS = pd.DataFrame({"attention": [1.0, 2.0, 3.0, 4.0], "linear": [4.0, 3.0, 2.0, 1.0]})
+PARTS = pd.DataFrame({"attention": [1.0, 2.0, 3.0, 4.0], "host": [4.0, 3.0, 2.0, 1.0]})
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def test_tables_come_back(folder: Path) -> None:
     steps = pd.read_parquet(folder / "steps.parquet")
     assert [ids.tolist() for ids in steps["ids"]] == [[0], [0, 1], [0, 1], [1]]
     assert [c.tolist() for c in steps["context"]] == [[0], [100, 0], [101, 50], [51]]
-    assert steps["attention_us"].tolist() == [1.0, 2.0, 3.0, 4.0]
+    assert steps["part_attention_us"].tolist() == [1.0, 2.0, 3.0, 4.0]
 
 
 def test_the_summary_is_strict_json(folder: Path) -> None:
@@ -61,7 +61,7 @@ def test_the_page_needs_no_network_and_shows_every_part(folder: Path) -> None:
     reader.feed(text)
     assert reader.sources == []
     assert "<title>smollm &lt;135m&gt;</title>" in text
-    for name in ("TTFT", "TPOT", "attention", "linear", "prefill tokens"):
+    for name in ("TTFT", "TPOT", "attention", "host", "prefill tokens"):
         assert name in text
 
 

@@ -7,7 +7,7 @@ floor: no simulation can be told to be better than that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
@@ -17,7 +17,8 @@ import numpy as np
 import pandas as pd
 
 from dooly_backend.errors import InputError
-from dooly_backend.simulation.metrics import LATENCIES, PERCENTILES, Metrics
+from dooly_backend.simulation.columns import Steps
+from dooly_backend.simulation.metrics import LATENCIES, PERCENTILES, Metrics, step_table
 from dooly_backend.simulation.records import Numbers, Run, StepRecord
 
 STATISTICS = ("mean", *(f"p{p}" for p in PERCENTILES))
@@ -174,14 +175,14 @@ def _contents(step: StepRecord) -> tuple[frozenset[Any], frozenset[int]]:
     return frozenset(step.scheduled), frozenset(step.preempted)
 
 
-def step_errors(steps: Iterable[StepRecord], predicted_us: Numbers) -> pd.DataFrame:
+def step_errors(steps: Sequence[StepRecord], predicted_us: Numbers) -> pd.DataFrame:
     """Live steps beside what was predicted for exactly their batches, milliseconds and percent.
 
     Nothing of the schedule is in it: this is the error of the step times alone.
     """
-    steps = list(steps)
-    live = np.array([step.end_s - step.start_s for step in steps]) * 1e3
-    kinds = ["decode" if all(s.query == 1 for s in step.scheduled) else "prefill" for step in steps]
+    table = step_table(Steps.of(steps))
+    live = (table["end_s"] - table["start_s"]) * 1e3
+    kinds = np.where(table["prefill_tokens"] > 0, "prefill", "decode")
     found = predicted_us / 1e3
     return pd.DataFrame(
         {"kind": kinds, "live_ms": live, "predicted_ms": found, "error": (found / live - 1) * 100}

@@ -18,7 +18,8 @@ import numpy as np
 import pandas as pd
 
 from dooly_backend.errors import InputError
-from dooly_backend.simulation.records import Numbers, RequestRecord, Run, StepRecord
+from dooly_backend.simulation.columns import Requests, Steps
+from dooly_backend.simulation.records import Numbers, Run
 
 #: The latencies of a request, and what the tables call them: seconds.
 LATENCIES = {"queueing": "queue_s", "ttft": "ttft_s", "tpot": "tpot_s", "e2e": "e2e_s"}
@@ -76,19 +77,19 @@ class Metrics:
     @cached_property
     def requests(self) -> pd.DataFrame:
         """One row per request, in the order of arrival; times in seconds."""
-        table = pd.DataFrame([_request_row(record) for record in self.run.requests])
-        return table.sort_values(["arrival_s", "id"], ignore_index=True)
+        return request_table(Requests.of(self.run.requests))
 
     @cached_property
     def steps(self) -> pd.DataFrame:
         """One row per step, in order: when, what was in it, and what it took."""
-        return pd.DataFrame([_step_row(step) for step in self.run.steps])
+        return step_table(Steps.of(self.run.steps))
 
     @cached_property
     def gaps_s(self) -> Numbers:
         """Every distance between two output tokens of a request (ITL)."""
-        gaps = [np.diff(record.token_s) for record in self.run.requests]
-        return np.concatenate(gaps) if gaps else np.empty(0)
+        columns = Requests.of(self.run.requests)
+        gaps = np.diff(columns.token_s)
+        return np.delete(gaps, columns.starts[1:] - 1)  # not from one request to the next
 
     @cached_property
     def duration_s(self) -> float:
@@ -131,43 +132,58 @@ def busy_s(steps: pd.DataFrame) -> float:
     return float(np.maximum(0.0, end - np.maximum(start, before)).sum())
 
 
-def _request_row(record: RequestRecord) -> dict[str, Any]:
-    request, tokens = record.request, record.token_s
-    if not tokens:
-        raise InputError(f"request {request.id} has no output token: a run needs finished requests")
-    first, last = tokens[0], tokens[-1]
-    return {
-        "id": request.id,
-        "arrival_s": request.arrival_s,
-        "prompt_tokens": request.prompt_tokens,
-        "output_tokens": len(tokens),
-        "cached_tokens": record.cached_tokens,
-        "preemptions": record.preemptions,
-        "scheduled_s": record.scheduled_s,
-        "finish_s": last,
-        "queue_s": record.scheduled_s - request.arrival_s,
-        "ttft_s": first - request.arrival_s,
-        "tpot_s": (last - first) / (len(tokens) - 1) if len(tokens) > 1 else float("nan"),
-        "e2e_s": last - request.arrival_s,
-    }
+def request_table(columns: Requests) -> pd.DataFrame:
+    """See `Metrics.requests`. Raises InputError for a request without an output token."""
+    requests = columns.requests
+    tokens = np.diff(columns.starts, append=len(columns.token_s))
+    if not tokens.all():
+        unfinished = requests[int(np.argmin(tokens))].id
+        raise InputError(f"request {unfinished} has no output token: a run needs finished requests")
+    arrival = np.array([request.arrival_s for request in requests])
+    first = columns.token_s[columns.starts]
+    last = columns.token_s[columns.starts + tokens - 1]
+    table = pd.DataFrame(
+        {
+            "id": [request.id for request in requests],
+            "arrival_s": arrival,
+            "prompt_tokens": [request.prompt_tokens for request in requests],
+            "output_tokens": tokens,
+            "cached_tokens": columns.cached_tokens,
+            "preemptions": columns.preemptions,
+            "scheduled_s": columns.scheduled_s,
+            "finish_s": last,
+            "queue_s": columns.scheduled_s - arrival,
+            "ttft_s": first - arrival,
+            "tpot_s": np.where(tokens > 1, (last - first) / np.maximum(tokens - 1, 1), np.nan),
+            "e2e_s": last - arrival,
+        }
+    )
+    return table.sort_values(["arrival_s", "id"], ignore_index=True)
 
 
-def _step_row(step: StepRecord) -> dict[str, Any]:
-    query = [scheduled.query for scheduled in step.scheduled]
-    context = [scheduled.context for scheduled in step.scheduled]
-    decodes = sum(q == 1 and c > 0 for q, c in zip(query, context, strict=True))
-    tokens = sum(query)
-    return {
-        "start_s": step.start_s,
-        "end_s": step.end_s,
-        "requests": len(query),
-        "decodes": decodes,
-        "tokens": tokens,
-        "prefill_tokens": tokens - decodes,
-        "context_tokens": sum(context),
-        "preempted": len(step.preempted),
-        "device_us": step.time.device_us if step.time else float("nan"),
-        "host_us": step.time.host_us if step.time else float("nan"),
-        "output_us": step.time.output_us if step.time else float("nan"),
-        "extrapolated": step.time.extrapolated if step.time else None,
-    }
+def step_table(columns: Steps) -> pd.DataFrame:
+    """See `Metrics.steps`. Predicted times are NaN in a live run."""
+    starts, query, context = columns.starts, columns.query, columns.context
+    decodes = np.add.reduceat(((query == 1) & (context > 0)).astype(np.int64), starts)
+    tokens = np.add.reduceat(query, starts)
+    times = columns.times
+    unknown = np.full(len(columns), np.nan)
+    preempted = np.zeros(len(columns), np.int64)
+    for index, ids in columns.preempted.items():
+        preempted[index] = len(ids)
+    return pd.DataFrame(
+        {
+            "start_s": columns.start_s,
+            "end_s": columns.end_s,
+            "requests": np.diff(starts, append=len(query)),
+            "decodes": decodes,
+            "tokens": tokens,
+            "prefill_tokens": tokens - decodes,
+            "context_tokens": np.add.reduceat(context, starts),
+            "preempted": preempted,
+            "device_us": times.device_us if times else unknown,
+            "host_us": times.host_us if times else unknown,
+            "output_us": times.output_us if times else unknown,
+            "extrapolated": times.extrapolated if times else unknown,
+        }
+    )

@@ -7,12 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
+from dooly_backend.simulation.columns import Steps
 from dooly_backend.simulation.metrics import Metrics
 from dooly_backend.simulation.plots import run_page
 from dooly_backend.simulation.records import Run
-from dooly_backend.simulation.simulator import batches
+from dooly_backend.simulation.replay import batches
 from dooly_backend.simulation.step_time import StepModel
 from dooly_backend.simulation.timeline import trace_events
 
@@ -53,13 +55,20 @@ def parts_of_steps(run: Run, timer: StepModel) -> pd.DataFrame:
 
 
 def steps_table(metrics: Metrics, parts_us: pd.DataFrame | None) -> pd.DataFrame:
-    """The steps with who was in them: lists `ids`, `query`, `context`, one entry per request."""
-    steps = metrics.steps.copy()
-    for column, field in (("ids", "id"), ("query", "query"), ("context", "context")):
-        steps[column] = [
-            [getattr(scheduled, field) for scheduled in step.scheduled]
-            for step in metrics.run.steps
-        ]
+    """The steps with who was in them: lists `ids`, `query`, `context`, one entry per request.
+
+    Parts of their time are columns like ``part_attention_us``.
+    """
+    columns = Steps.of(metrics.run.steps)
+    lists = {
+        name: np.split(values, columns.starts[1:])
+        for name, values in (
+            ("ids", columns.id),
+            ("query", columns.query),
+            ("context", columns.context),
+        )
+    }
+    steps = pd.concat([metrics.steps, pd.DataFrame(lists)], axis=1)
     if parts_us is None:
         return steps
-    return pd.concat([steps, parts_us.add_suffix("_us")], axis=1)
+    return pd.concat([steps, parts_us.add_prefix("part_").add_suffix("_us")], axis=1)

@@ -15,7 +15,8 @@ from dooly_backend.simulation import live
 from dooly_backend.simulation.compare import Comparison, schedule_agreement, step_errors
 from dooly_backend.simulation.metrics import Metrics
 from dooly_backend.simulation.records import Run, ServingLimits, StepTimer
-from dooly_backend.simulation.simulator import SchedulerName, batches, replayed, simulate
+from dooly_backend.simulation.replay import batches, replayed
+from dooly_backend.simulation.scheduler import SchedulerName, simulate
 from dooly_backend.simulation.step_time import StepModel
 from dooly_backend.simulation.workload import Workload
 
@@ -44,9 +45,7 @@ class Validation:
     @cached_property
     def agreements(self) -> list[float]:
         """Of each live run, percent of its steps that its replay schedules alike."""
-        return [
-            schedule_agreement(run, replayed(run, scheduler=self.scheduler)) for run in self.live
-        ]
+        return [schedule_agreement(run, replayed(run, self.scheduler)) for run in self.live]
 
     @cached_property
     def steps(self) -> pd.DataFrame:

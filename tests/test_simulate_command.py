@@ -1,0 +1,131 @@
+"""`dooly simulate` on a laptop: a database or a bundle in, times out, no engine."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from dooly_backend.database import Database
+from dooly_backend.database.records import StepCost
+from dooly_backend.errors import InputError
+from dooly_backend.simulation.limits import kv_blocks, serving_limits
+from tests.sample_records import ATTENTION, CPU, H200, LINEAR, QWEN, ROPE, SAMPLER, at, store
+
+Dooly = Callable[..., subprocess.CompletedProcess[str]]
+
+MEASURED = {
+    ROPE: [at("constant", 5.0)],
+    LINEAR: [at("tokens=1", 10.0), at("tokens=64", 20.0), at("tokens=2048", 300.0)],
+    SAMPLER: [at("requests=1", 3.0), at("requests=64", 9.0)],
+    ATTENTION: [
+        at("batch=1x64+0", 30.0),
+        at("batch=1x2048+0", 900.0),
+        at("batch=1x64+512", 60.0),
+        at("batch=1x2048+512", 1500.0),
+        at("batch=1x1+64", 4.0),
+        at("batch=64x1+64", 9.0),
+        at("batch=1x1+2048", 12.0),
+        at("batch=64x1+2048", 99.0),
+    ],
+}
+
+
+@pytest.fixture
+def db(tmp_path: Path) -> Path:
+    path = tmp_path / "latency.db"
+    with Database.open(path, create=True) as database:
+        ids = store(database, MEASURED, environment=CPU)
+        database.set_step_cost(*ids, StepCost(100.0, 10.0, 1.0))
+    return path
+
+
+@pytest.mark.usefixtures("db")
+def test_a_simulation_says_what_it_found(dooly: Dooly) -> None:
+    done = dooly("simulate", "Qwen3-0.6B", "--workload", "fixed:requests=20,rate=5", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["model"] == "Qwen/Qwen3-0.6B"
+    assert found["requests"] == 20
+    assert 0 < found["tpot_p50_s"] < found["ttft_p50_s"] < found["e2e_p50_s"]
+    assert found["output_tokens_per_s"] > 0
+
+
+@pytest.mark.usefixtures("db")
+def test_the_same_seed_gives_the_same_run(dooly: Dooly) -> None:
+    arguments = ["simulate", "Qwen3-0.6B", "--workload", "balanced:requests=10", "--json"]
+    first, second = (json.loads(dooly(*arguments).stdout) for _ in range(2))
+    assert first.pop("seconds") > 0
+    assert second.pop("seconds") > 0
+    assert first == second
+    other = json.loads(dooly(*arguments[:-2], "balanced:requests=10,seed=1", "--json").stdout)
+    assert other["ttft_mean_s"] != first["ttft_mean_s"]
+
+
+@pytest.mark.usefixtures("db")
+def test_limits_decide(dooly: Dooly) -> None:
+    arguments = ["simulate", "Qwen3-0.6B", "--workload", "fixed:requests=20,arrivals=burst"]
+    wide = json.loads(dooly(*arguments, "--json").stdout)
+    narrow = json.loads(dooly(*arguments, "--max-num-seqs", "2", "--json").stdout)
+    assert narrow["requests_per_step"] <= 2 < wide["requests_per_step"]
+    assert narrow["queueing_p90_s"] > wide["queueing_p90_s"]
+
+
+def test_results_are_written(dooly: Dooly, db: Path) -> None:
+    done = dooly("simulate", "Qwen3-0.6B", "--workload", "fixed:requests=5", "-o", "out")
+    assert done.returncode == 0, done.stderr
+    assert "TTFT" in done.stdout
+    out = db.parent / "out"
+    steps = pd.read_parquet(out / "steps.parquet")
+    parts = [column for column in steps if column.startswith("part_")]
+    assert {"part_attention_us", "part_linear_us", "part_host_us"} <= set(parts)
+    assert steps[parts].sum(axis=1).to_numpy() == pytest.approx(steps["device_us"].to_numpy())
+    assert json.loads((out / "summary.json").read_text())["requests"] == 5
+    assert json.loads((out / "trace.json").read_text())["traceEvents"]
+
+
+@pytest.mark.usefixtures("db")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["Qwen3-0.6B", "--workload", "nonsense"], "unknown workload 'nonsense'"),
+        (["Qwen3-0.6B", "--environment", "H100"], "environment"),
+        (["Qwen3-0.6B", "--num-gpu-blocks", "3"], "KV cache holds"),
+        (["Qwen3-0.6B", "--kv-cache-memory", "0.0001"], "less than two blocks"),
+    ],
+)
+def test_wrong_input_is_one_line(dooly: Dooly, arguments: list[str], message: str) -> None:
+    done = dooly("simulate", *arguments)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    assert message in done.stderr
+
+
+# -- limits ---------------------------------------------------------------------
+
+
+def test_defaults_are_vllms_server() -> None:
+    large = serving_limits(QWEN, H200, {"num_gpu_blocks": 100, "max_num_seqs": None})
+    assert (large.max_num_seqs, large.max_num_batched_tokens) == (1024, 8192)
+    assert large.async_scheduling
+    cpu = serving_limits(QWEN, CPU, {})
+    assert (cpu.max_num_seqs, cpu.max_num_batched_tokens) == (128, 2048)
+    assert not cpu.async_scheduling
+    assert cpu.num_gpu_blocks == kv_blocks(QWEN, 1.0)
+
+
+def test_what_is_given_goes_before_defaults() -> None:
+    limits = serving_limits(QWEN, H200, {"kv_cache_gib": 2.0, "max_num_seqs": 7, "policy": "fcfs"})
+    assert limits.max_num_seqs == 7
+    assert limits.num_gpu_blocks == kv_blocks(QWEN, 2.0)
+    assert kv_blocks(QWEN, 2.0) == 2 * kv_blocks(QWEN, 1.0)
+
+
+def test_an_unknown_cache_size_is_asked_for() -> None:
+    with pytest.raises(InputError, match="--num-gpu-blocks"):
+        serving_limits(QWEN, H200, {})
