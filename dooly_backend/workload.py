@@ -53,8 +53,9 @@ class Batch:
     def __post_init__(self) -> None:
         if not self.requests:
             raise InputError("a batch needs at least one request")
-        ordered = tuple(sorted(self.requests, reverse=True))
-        object.__setattr__(self, "requests", ordered)
+        if not self._are_equal:
+            ordered = tuple(sorted(self.requests, reverse=True))
+            object.__setattr__(self, "requests", ordered)
 
     @classmethod
     def prefill(cls, tokens: int, history: int = 0, count: int = 1) -> Batch:
@@ -84,8 +85,16 @@ class Batch:
         return Batch(self.requests + other.requests)
 
     @cached_property
+    def _are_equal(self) -> bool:
+        """Whether all requests are; many batches are such, so what follows is worth a shortcut."""
+        return self.requests.count(self.requests[0]) == len(self.requests)
+
+    @cached_property
     def key(self) -> str:
         """Run-length text of the requests: ``"2x128+0,8x1+1024"``."""
+        if self._are_equal:
+            first = self.requests[0]
+            return f"{len(self.requests)}x{first.query}+{first.context}"
         return ",".join(
             f"{len(list(run))}x{request.query}+{request.context}"
             for request, run in groupby(self.requests)
@@ -101,10 +110,14 @@ class Batch:
 
     @cached_property
     def prefills(self) -> tuple[Request, ...]:
+        if self._are_equal:
+            return () if self.requests[0].is_decode else self.requests
         return tuple(r for r in self.requests if not r.is_decode)
 
     @cached_property
     def decodes(self) -> tuple[Request, ...]:
+        if self._are_equal:
+            return self.requests if self.requests[0].is_decode else ()
         return tuple(r for r in self.requests if r.is_decode)
 
     @property

@@ -92,7 +92,7 @@ def what_matters(kind: PointKind, batch: Batch) -> object:
         return batch.num_tokens
     if kind == "requests":
         return batch.num_reqs
-    return batch.requests if kind == "batch" else None
+    return batch.key if kind == "batch" else None
 
 
 @dataclass(frozen=True)

@@ -156,6 +156,11 @@ class StepCosts:
             self._requests[count] = cell.moved(constant)
         return self._requests[count]
 
+    @cached_property
+    def one_request(self) -> float:
+        """What one request more costs beside attention, where there are few: median."""
+        return max(0.0, self.requests(2).median - self.requests(1).median)
+
     def step(self, batch: Batch) -> Cell:
         return total(
             (self.tokens(batch.num_tokens), self.attention(batch), self.requests(batch.num_reqs))

@@ -13,9 +13,10 @@ from pathlib import Path
 
 from ..common import cell_text as _text
 from ..common import write
+from .mapping import ATTENTION_OPS
 from .model import Device, Dimensions
 from .ranges import Layout
-from .tables import Row, Tables, network_columns
+from .tables import COPY_COLUMN, STATISTICS, Row, Tables, network_columns
 
 _ORGANISATION = "dooly"
 _REVISION_LENGTH = 40  # of a git commit, which the hub's cache names snapshots by
@@ -95,10 +96,34 @@ def _write_dataset(folder: Path, label: str, config: dict[str, str], texts: dict
 def _texts(tables: Tables) -> dict[str, str]:
     return {
         "mlp": _csv(tables.mlp),
-        "attention": _csv(tables.attention),
+        "attention": _attention_csv(tables),
         "all_reduce": _csv(tables.all_reduce, network_columns("all_reduce")),
         "send_recv": _csv(tables.send_recv, network_columns("send_recv")),
     }
+
+
+def _attention_csv(tables: Tables) -> str:
+    """attention.csv, which has by far the most rows: text is put together once for each."""
+    times = [f"time_stats.{op}.{statistic}" for op in ATTENTION_OPS for statistic in STATISTICS]
+    shared = list(next(iter(tables.attention_columns.values())))
+    places = ["batch_size", "prefill_chunk_size", "kv_cache_size", "is_prefill"]
+    ends = {
+        degree: ",".join(map(str, columns.values()))
+        for degree, columns in tables.attention_columns.items()
+    }
+    places_of = {name: ATTENTION_OPS.index(name) for name in ("attn_prefill", "attn_decode")}
+    zeros = len(STATISTICS) * len(ATTENTION_OPS) - len(STATISTICS)
+    before = {name: "0," * len(STATISTICS) * index for name, index in places_of.items()}
+    after = {name: ",0" * (zeros - len(STATISTICS) * index) for name, index in places_of.items()}
+    lines = [",".join([*times, *places, *shared, COPY_COLUMN])]
+    for degree, batch_size, chunk, length, cell, copies in tables.attention:
+        name = "attn_prefill" if chunk else "attn_decode"
+        text = (
+            f"{before[name]}{cell.min:.9g},{cell.max:.9g},{cell.mean:.9g},{cell.median:.9g},"
+            f"{cell.std:.9g}{after[name]},{batch_size},{chunk},{length},{chunk > 0},{ends[degree]},"
+        )
+        lines += [f"{text}{copy}" for copy in range(copies)]
+    return "\n".join(lines) + "\n"
 
 
 def _csv(rows: Sequence[Row], columns: Sequence[str] = ()) -> str:

@@ -37,7 +37,7 @@ ATTENTION_OPS = (
 #: Homes that are no single column of mlp.csv.
 ATTENTION = "attn_prefill and attn_decode"
 ALL_REDUCE = "all_reduce"
-STEP = "add (the part of one request) and attn_decode (the rest, by batch size)"
+STEP = "add, attn_prefill (the part of its request) and attn_decode (of its batch size)"
 
 
 @dataclass(frozen=True)

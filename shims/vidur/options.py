@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from dooly_backend.errors import InputError
 
-from .ranges import LAYOUTS, SMALLEST_GRANULARITY, Layout
+from .ranges import LAYOUTS, Layout
 
 HELP: Mapping[str, str] = {
     "layout": "'repo' for microsoft/vidur, 'pypi' for vidur 0.0.26 (default repo)",
@@ -53,11 +53,9 @@ class VidurOptions:
         if hardware is not None and not isinstance(hardware, Mapping):
             raise InputError("hardware must be a mapping (fp16_tflops, memory_gb, ...)")
         numbers = {name: _positive(name, given[name]) for name in _NUMBERS if name in given}
-        step = numbers.get("granularity", SMALLEST_GRANULARITY)
-        if step < SMALLEST_GRANULARITY or step & (step - 1):
-            raise InputError(
-                f"granularity must be a power of two from {SMALLEST_GRANULARITY}, not {step}"
-            )
+        step = numbers.get("granularity", 1)
+        if step & (step - 1):
+            raise InputError(f"granularity must be a power of two, not {step}")
         return cls(cast(Layout, layout), hardware, **numbers)
 
 

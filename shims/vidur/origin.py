@@ -11,7 +11,7 @@ from dooly_backend.database.records import Environment
 from dooly_backend.errors import InputError
 from dooly_backend.importers import Wanted, file_digests
 
-from .ranges import round_up
+from .ranges import Layout, decode_context, round_up
 from .sources import Source
 
 #: Layers of the models that Vidur profiles and `configs/models` does not have
@@ -76,7 +76,7 @@ class Lengths:
     """What the KV lengths of rows stand for. Only exports (`own`) relabel them (`Ranges`)."""
 
     own: bool
-    layout: str
+    layout: Layout
     granularity: int
     max_length: int
 
@@ -91,4 +91,4 @@ class Lengths:
         """Tokens cached before a decode: in a label's middle, as the export takes them."""
         if not self.own:
             return max(1, label)
-        return max(1, min(label - self.granularity // 2, self.max_length - 1))
+        return decode_context(label, self.granularity, self.layout, self.max_length - 1)

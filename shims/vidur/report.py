@@ -17,7 +17,14 @@ from .mapping import MLP_OPS, STEP
 from .model import Device, Dimensions
 from .ranges import CHUNK_STEP, TOKEN_STEP, Layout, Ranges
 from .rules import VidurRules
-from .tables import ATTENTION_COPIES, COPIES, COPY_COLUMN, Tables, decode_cell
+from .tables import (
+    ATTENTION_COPIES,
+    COPIES,
+    COPY_COLUMN,
+    MANY_REQUESTS,
+    Tables,
+    decode_cell,
+)
 
 #: Pure prefills and decodes off by more than this are worth a warning.
 TOLERANCE_PERCENT = 1.0
@@ -62,7 +69,11 @@ def build_manifest(
             "kv_granularity": ranges.granularity,
         },
         "cells": tables.sources,
-        "copies_of_each_row": {"mlp": COPIES, "attention": ATTENTION_COPIES},
+        "copies_of_each_row": {
+            "mlp": COPIES,
+            "attention": ATTENTION_COPIES,
+            f"attention, more than {MANY_REQUESTS} requests": 1,
+        },
         "folded": _folded(costs, ranges),
         "conservation": conservation,
         "approximations": [
@@ -174,14 +185,18 @@ def _approximations(
 ) -> Iterable[str]:
     yield (
         "Vidur has no cost per step: embedding, final norm and the cost of one request "
-        "(logits, sampler, the step's own) are in 'add', divided by the layers; what more "
-        "requests cost is in attn_decode, by batch size. Steps with several prefills or with "
-        "prefills and decodes miss what their prefills' further requests cost."
+        "(logits, sampler, the step's own) are in 'add', divided by the layers, but for what a "
+        "further request costs, which is in attn_prefill; that of more decodes is in attn_decode, "
+        "by batch size. The cost of requests is taken to be the same for each where prefills and "
+        "decodes, or several prefills, share a step."
     )
     yield (
         f"Tokens of a step are rounded up to {TOKEN_STEP}. attn_decode takes back what that adds "
         f"to pure decode steps{_below_zero(costs, ranges)}; prefills of other lengths than "
-        f"multiples of {TOKEN_STEP} are priced as the next multiple."
+        f"multiples of {TOKEN_STEP} are priced as the next multiple. In a mixed step it takes "
+        "back the same, though more tokens round otherwise: off where the first tokens of a step "
+        "cost more or less than later ones ('mixed'), and not at all with a multiple of "
+        f"{TOKEN_STEP} decodes."
     )
     yield (
         f"Decodes are priced at their mean KV length, rounded up to {ranges.granularity}; a row "
@@ -197,9 +212,9 @@ def _approximations(
         yield "attn_kv_cache_save is 0: the cache write is measured inside attention."
     else:
         yield (
-            "All prefills of a step are priced as one, of the root of their summed squared chunk "
-            "sizes: what is linear in the chunk is underrated ('several_prefills'). Chunks "
-            f"between rows ({CHUNK_STEP} apart) take the nearest row's attention."
+            "All prefills of a step are priced as one, of the root of their summed squared chunks: "
+            "what attention takes beyond the square of a chunk is underrated ('several_prefills'). "
+            f"Chunks between rows ({CHUNK_STEP} apart) take the nearest row's attention."
         )
         yield (
             "attn_kv_cache_save is 0: the cache write is measured inside attention. "

@@ -12,7 +12,7 @@ from math import sqrt
 
 from dooly_backend.workload import Batch, Request
 
-from .ranges import CHUNK_STEP, TOKEN_STEP, Layout, round_up
+from .ranges import CHUNK_STEP, DECODE_LEAD, TOKEN_STEP, Layout, round_up
 from .tables import ALL_REDUCES_PER_LAYER, COPY_COLUMN, Row, Tables
 
 #: mlp.csv's operations that Vidur adds up: emb is not among them.
@@ -27,9 +27,6 @@ SUMMED_OPS = (
     "mlp_down_proj",
     "add",
 )
-#: Vidur counts the token that a prefill yields as processed, and the PyPI
-#: release looks KV lengths up as they are after the step.
-DECODE_LEAD: Mapping[Layout, int] = {"repo": 1, "pypi": 2}
 
 
 class VidurRules:
@@ -51,14 +48,13 @@ class VidurRules:
         self._bytes_per_token = 2 * mine[0]["n_embd"]
         self._prefill: dict[int, dict[int, float]] = defaultdict(dict)
         self._decode: dict[int, dict[int, float]] = defaultdict(dict)
-        for row in _first(tables.attention):
-            if row["num_tensor_parallel_workers"] != degree:
+        for place in tables.attention:
+            if place.degree != degree:
                 continue
-            length, chunk = row["kv_cache_size"], row["prefill_chunk_size"]
-            if chunk:
-                self._prefill[chunk][length] = _sum(row, ("attn_prefill",))
+            if place.chunk:
+                self._prefill[place.chunk][place.length] = place.cell.median
             else:
-                self._decode[row["batch_size"]][length] = _sum(row, ("attn_decode",))
+                self._decode[place.batch_size][place.length] = place.cell.median
         self._longest = max(max(rows) for rows in self._decode.values())
 
     def step_ms(self, batch: Batch) -> float:

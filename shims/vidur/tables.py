@@ -1,12 +1,15 @@
 """Rows of Vidur's tables: milliseconds per layer and tensor-parallel rank.
 
 Vidur adds ``layers * (every mlp.csv operation + attn_prefill + attn_decode)``
-and knows no cost per step. So with T, attention and g of `costs` and L layers
+and knows no cost per step. So with T, attention and g of `costs`, L layers and
+q for what one request costs more (g(2) - g(1))
 
-- ``add`` also holds what runs once per step over tokens, and g(1);
+- ``add`` also holds what runs once per step over tokens, and g(1) - q;
+- ``attn_prefill`` also holds q: Vidur adds one for each prefill of a step (the
+  repository one for all of them);
 - ``attn_decode`` also holds what a pure decode step of that batch size costs
-  beyond its attention and the other rows: g(B) - g(1), and T(B) minus T of the
-  number of tokens that Vidur rounds B up to. That can be below zero.
+  beyond its attention and the other rows: g(B) - g(1) + q, and T(B) minus what
+  mlp.csv has for the tokens that Vidur rounds B up to. That can be below zero.
 
 So prefills of one request and decodes add up exactly; what is left of mixed
 batches is in the manifest.
@@ -15,14 +18,14 @@ batches is in the manifest.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from dooly_backend.workload import Batch
 
-from .costs import ZERO, Cell, StepCosts, total
-from .mapping import ALL_REDUCE, ATTENTION_OPS, MLP_OPS
+from .costs import Cell, StepCosts, total
+from .mapping import ALL_REDUCE, MLP_OPS
 from .model import Dimensions
 from .ranges import TOKEN_STEP, Layout, Ranges, round_up
 
@@ -35,22 +38,37 @@ VIDUR_ELEMENT_BYTES = 2
 #: misses a third of rows that occur once and answers with a neighbour's value:
 #: up to 8% off for one operation. Several rows each (they differ in a column that
 #: Vidur does not read, as it drops equal rows) bring that below 1%. Attention
-#: needs fewer: the neighbour of a KV length is close.
+#: needs fewer: the neighbour of a KV length is close, and so is a batch's of many.
 COPIES, ATTENTION_COPIES = 4, 2
+MANY_REQUESTS = 32
 COPY_COLUMN = "copy"
 
 Row = dict[str, Any]
+
+
+class AttentionPlace(NamedTuple):
+    """A row of attention.csv, `copies` times. `chunk` is 0 for decodes."""
+
+    degree: int
+    batch_size: int
+    chunk: int
+    length: int  # kv_cache_size, as Vidur labels it
+    cell: Cell
+    copies: int
 
 
 @dataclass(frozen=True)
 class Tables:
     """Rows of the four files, and what the times in them rest on.
 
-    `sources` counts distinct cells by file: measured, interpolated, extrapolated.
+    `attention_columns` are the columns of attention.csv that only depend on
+    the degree. `sources` counts distinct cells by file: measured,
+    interpolated, extrapolated.
     """
 
     mlp: list[Row]
-    attention: list[Row]
+    attention: list[AttentionPlace]
+    attention_columns: Mapping[int, Row]
     all_reduce: list[Row]
     send_recv: list[Row]
     sources: dict[str, dict[str, int]]
@@ -62,15 +80,20 @@ def build_tables(
     """Tables of all degrees of tensor parallelism in `all_costs`."""
     sources: dict[str, Counter[str]] = {"mlp": Counter(), "attention": Counter()}
     mlp: list[Row] = []
-    attention: list[Row] = []
+    attention: list[AttentionPlace] = []
     all_reduce: list[Row] = []
     for costs in all_costs:
         mlp += _mlp_rows(costs, dimensions, ranges, sources["mlp"])
-        attention += _attention_rows(costs, dimensions, ranges, layout, sources["attention"])
+        attention += _attention_places(costs, ranges, layout)
         if costs.model.configuration.tensor_parallel > 1:
             all_reduce += _all_reduce_rows(costs, dimensions, ranges)
+    sources["attention"].update(place.cell.source for place in attention)
+    columns = {
+        costs.model.configuration.tensor_parallel: _attention_columns(costs, dimensions, ranges)
+        for costs in all_costs
+    }
     counted = {file: dict(sorted(counter.items())) for file, counter in sources.items()}
-    return Tables(mlp, attention, all_reduce, [], counted)
+    return Tables(mlp, attention, columns, all_reduce, [], counted)
 
 
 def mlp_cells(costs: StepCosts, tokens: int) -> dict[str, Cell]:
@@ -78,26 +101,30 @@ def mlp_cells(costs: StepCosts, tokens: int) -> dict[str, Cell]:
     batch = Batch.prefill(tokens)
     share = 1 / costs.layers
     cells = {op: costs.home(op, batch).times(share) for op in MLP_OPS}
-    cells["add"] = cells["add"] + costs.requests(1).times(share)
+    cells["add"] = cells["add"] + costs.requests(1).moved(-costs.one_request).times(share)
     cells["emb"] = costs.shown("emb", batch)
     return cells
 
 
 def prefill_cell(costs: StepCosts, chunk: int, history: int) -> Cell:
-    """attn_prefill of `chunk` tokens after `history`, per layer."""
-    return costs.attention(Batch.prefill(chunk, history)).times(1 / costs.layers)
+    """attn_prefill of `chunk` tokens after `history`, per layer, with the part of its request."""
+    cell = costs.attention(Batch.prefill(chunk, history)).moved(costs.one_request)
+    return cell.times(1 / costs.layers)
 
 
 def decode_cell(costs: StepCosts, size: int, context: int) -> Cell:
     """attn_decode of `size` requests, per layer, with the rest of their step (module docs)."""
     rounding = costs.tokens(size).median - costs.tokens(round_up(size, TOKEN_STEP)).median
-    requests = costs.requests(size).median - costs.requests(1).median
+    requests = costs.requests(size).median - costs.requests(1).median + costs.one_request
     cell = costs.attention(Batch.decode(size, context)).moved(rounding + requests)
     return cell.times(1 / costs.layers)
 
 
 def _mlp_rows(
-    costs: StepCosts, dimensions: Dimensions, ranges: Ranges, sources: Counter[str]
+    costs: StepCosts,
+    dimensions: Dimensions,
+    ranges: Ranges,
+    sources: Counter[str],
 ) -> Iterator[Row]:
     degree = costs.model.configuration.tensor_parallel
     for tokens in ranges.token_counts():
@@ -116,37 +143,28 @@ def _mlp_rows(
         yield from _copies(row, COPIES)
 
 
-def _attention_rows(
-    costs: StepCosts,
-    dimensions: Dimensions,
-    ranges: Ranges,
-    layout: Layout,
-    sources: Counter[str],
-) -> Iterator[Row]:
-    configuration = costs.model.configuration
-
-    def row(op: str, cell: Cell, batch_size: int, chunk: int, label: int) -> Row:
-        sources[cell.source] += 1
-        return _time_columns({name: cell if name == op else ZERO for name in ATTENTION_OPS}) | {
-            "n_embd": dimensions.hidden,
-            "n_q_head": dimensions.heads,
-            "n_kv_head": dimensions.kv_heads,
-            "block_size": configuration.block_size,
-            "num_tensor_parallel_workers": configuration.tensor_parallel,
-            "max_model_len": costs.max_model_len or ranges.max_length,
-            "batch_size": batch_size,
-            "prefill_chunk_size": chunk,
-            "kv_cache_size": label,
-            "is_prefill": chunk > 0,
-            "attention_backend": configuration.backend,
-        }
-
+def _attention_places(costs: StepCosts, ranges: Ranges, layout: Layout) -> Iterator[AttentionPlace]:
+    degree = costs.model.configuration.tensor_parallel
     for chunk, label, history in ranges.prefills(layout):
         cell = prefill_cell(costs, chunk, history)
-        yield from _copies(row("attn_prefill", cell, 1, chunk, label), ATTENTION_COPIES)
-    for size, label, context in ranges.decodes():
+        yield AttentionPlace(degree, 1, chunk, label, cell, ATTENTION_COPIES)
+    for size, label, context in ranges.decodes(layout):
+        copies = ATTENTION_COPIES if size <= MANY_REQUESTS else 1
         cell = decode_cell(costs, size, context)
-        yield from _copies(row("attn_decode", cell, size, 0, label), ATTENTION_COPIES)
+        yield AttentionPlace(degree, size, 0, label, cell, copies)
+
+
+def _attention_columns(costs: StepCosts, dimensions: Dimensions, ranges: Ranges) -> Row:
+    configuration = costs.model.configuration
+    return {
+        "n_embd": dimensions.hidden,
+        "n_q_head": dimensions.heads,
+        "n_kv_head": dimensions.kv_heads,
+        "block_size": configuration.block_size,
+        "num_tensor_parallel_workers": configuration.tensor_parallel,
+        "max_model_len": costs.max_model_len or ranges.max_length,
+        "attention_backend": configuration.backend,
+    }
 
 
 def _all_reduce_rows(costs: StepCosts, dimensions: Dimensions, ranges: Ranges) -> Iterator[Row]:
