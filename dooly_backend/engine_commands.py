@@ -39,7 +39,7 @@ def trace(model: str, engine_settings: dict[str, Any], out: Path | None, as_json
       dooly trace smollm-135m
       dooly trace ./my-model --tp 2 -o trace.json
     """
-    from dooly_backend.tracing.render import render
+    from dooly_backend.operations.render import render
 
     with running_engine(_options(model, engine_settings)) as engine:
         # It needs torch: a host without an engine has none.

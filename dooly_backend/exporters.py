@@ -8,21 +8,17 @@ project lie in ``shims/`` and are also found where nothing is installed.
 from __future__ import annotations
 
 import hashlib
-import importlib
-import importlib.util
 import json
-import logging
 import os
-import pkgutil
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from dooly_backend.errors import InputError
+from dooly_backend.plugins import Plugins
 
 if TYPE_CHECKING:
     from dooly_backend.regression.latency import LatencyModel
@@ -34,8 +30,6 @@ WRITTEN_BY = "dooly-export"
 #: What the manifest says of an export: JSON, with at least format, model,
 #: environment, command and the keys that `write_manifest` adds.
 Manifest = dict[str, Any]
-
-logger = logging.getLogger(__name__)
 
 
 @runtime_checkable
@@ -58,68 +52,24 @@ class Exporter(Protocol):
 
 # -- discovery ----------------------------------------------------------------
 
+_PLUGINS: Plugins[Exporter] = Plugins(
+    Exporter,  # type: ignore[type-abstract]
+    group=GROUP,
+    listed_as="EXPORTERS",
+    noun="exporter",
+    what="export format",
+    parts="name, description or export",
+)
+
 
 def exporter_names() -> list[str]:
     """Names of every exporter that can be found, sorted."""
-    return sorted(loaders(GROUP, "EXPORTERS"))
+    return _PLUGINS.names()
 
 
 def get_exporter(name: str) -> Exporter:
     """The exporter of that name. Raises InputError naming the known ones."""
-    found = loaders(GROUP, "EXPORTERS")
-    if name not in found:
-        known = ", ".join(sorted(found)) or "none (is the package installed completely?)"
-        raise InputError(f"unknown export format {name!r}: known are {known}")
-    try:
-        exporter = found[name]()
-    except (ImportError, AttributeError) as error:
-        raise InputError(f"the exporter {name!r} cannot be loaded: {error}") from error
-    if not isinstance(exporter, Exporter):
-        raise InputError(f"the exporter {name!r} is none: it lacks name, description or export")
-    return exporter
-
-
-def loaders(group: str, listed_as: str) -> dict[str, Callable[[], Any]]:
-    """Constructor by name of what packages offer in an entry-point group; it wins over the source.
-
-    For an uninstalled checkout the packages of ``shims`` list theirs in a dict called `listed_as`.
-    """
-    found = _source_tree_loaders(listed_as)
-    for entry in metadata.entry_points(group=group):
-        package = entry.module.partition(".")[0]
-        if entry.name in found and importlib.util.find_spec(package) is None:
-            continue  # a build's metadata in a checkout, without what it installs
-        found[entry.name] = lambda entry=entry: entry.load()()  # type: ignore[misc]
-    return found
-
-
-def _source_tree_loaders(listed_as: str) -> dict[str, Callable[[], Any]]:
-    """Those of the ``shims`` folder beside this package, for an uninstalled checkout.
-
-    Every package in it names its own in a dict `listed_as` (name -> class).
-    """
-    folder = Path(__file__).resolve().parent.parent / "shims"
-    parent = _package_of(folder)
-    if parent is None:
-        return {}
-    found: dict[str, Callable[[], Any]] = {}
-    for module in pkgutil.iter_modules([str(folder)]):
-        try:
-            package = importlib.import_module(f"{parent}.{module.name}")
-        except ImportError as error:  # another `shims` on the path, or a broken one
-            logger.warning("shims/%s is left out: %s", module.name, error)
-            continue
-        found.update(getattr(package, listed_as, {}))
-    return found
-
-
-def _package_of(folder: Path) -> str | None:
-    """The name by which `folder` can be imported: on the path, or installed as editable."""
-    for name in ("dooly_shims", "shims"):
-        spec = importlib.util.find_spec(name)
-        if spec and str(folder) in (spec.submodule_search_locations or ()):
-            return name
-    return None
+    return _PLUGINS.get(name)
 
 
 # -- writing ------------------------------------------------------------------

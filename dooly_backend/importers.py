@@ -24,8 +24,7 @@ from dooly_backend.database.records import (
     Signature,
     canonical_json,
 )
-from dooly_backend.errors import InputError
-from dooly_backend.exporters import loaders
+from dooly_backend.plugins import Plugins
 
 GROUP = "dooly.importers"
 
@@ -85,24 +84,24 @@ class Imported:
     points: int
 
 
+_PLUGINS: Plugins[Importer] = Plugins(
+    Importer,  # type: ignore[type-abstract]
+    group=GROUP,
+    listed_as="IMPORTERS",
+    noun="importer",
+    what="import format",
+    parts="name, description or read",
+)
+
+
 def importer_names() -> list[str]:
     """Names of every importer that can be found, sorted."""
-    return sorted(loaders(GROUP, "IMPORTERS"))
+    return _PLUGINS.names()
 
 
 def get_importer(name: str) -> Importer:
     """The importer of that name. Raises InputError naming the known ones."""
-    found = loaders(GROUP, "IMPORTERS")
-    if name not in found:
-        known = ", ".join(sorted(found)) or "none (is the package installed completely?)"
-        raise InputError(f"unknown import format {name!r}: known are {known}")
-    try:
-        importer = found[name]()
-    except (ImportError, AttributeError) as error:
-        raise InputError(f"the importer {name!r} cannot be loaded: {error}") from error
-    if not isinstance(importer, Importer):
-        raise InputError(f"the importer {name!r} is none: it lacks name, description or read")
-    return importer
+    return _PLUGINS.get(name)
 
 
 def store(database: Database, profiles: Sequence[Profile]) -> Imported:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from dooly_backend.operations.render import render
 from dooly_backend.tracing.labels import ENGINE, MODEL_CONFIG, NUM_TOKS, Dim, Label
-from dooly_backend.tracing.render import render
 from dooly_backend.tracing.trace import (
     Affine,
     CheckResult,
@@ -97,7 +97,7 @@ def test_reading_a_trace_needs_neither_torch_nor_an_engine(tmp_path: Path) -> No
     code = (
         "import sys; sys.modules['torch'] = sys.modules['vllm'] = None\n"
         "from pathlib import Path\n"
-        "from dooly_backend.tracing.render import render\n"
+        "from dooly_backend.operations.render import render\n"
         "from dooly_backend.tracing.trace import Trace\n"
         "render(Trace.load(Path('trace.json')))\n"
     )

@@ -66,6 +66,11 @@ class Site:
     operations: tuple[str, ...]
 
     @property
+    def name(self) -> str:
+        """The module's class and what its layer calls it."""
+        return f"{self.module_class} {self.path.rpartition('.')[2]}"
+
+    @property
     def keys(self) -> list[Key]:
         """Both modules and all of their operations."""
         return [(path, at) for path in (self.path, self.sibling) for at in (None, *self.ordinals)]

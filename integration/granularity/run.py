@@ -7,7 +7,8 @@ Gemma's RMSNorm, Cohere's LayerNorm) and each number of tokens the module, the
 module again (how far two timings of the same call differ), and every operation
 that it runs take turns, each timed as the profiler times them. Runs on the
 device that the engine finds: a CPU, or a GPU behind CUDA events. Writes
-granularity.csv and granularity.md to FOLDER, after each module.
+granularity.csv and granularity.md to FOLDER, after each module; what lies there
+of the same device and engine is kept, so that another run measures the rest.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class Row:
     the same of the module's second timing.
     """
 
+    environment: str
     pair: str
     module: str
     shape: str
@@ -67,23 +69,24 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=9)
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    rows: list[Row] = []
-    missing: list[str] = []
+    rows = read(arguments.out / "granularity.csv")
     left = sum(len(pair.names) for pair in PAIRS)
     last = time.monotonic() + arguments.seconds
     regime = Regime(repeats=arguments.repeats)
     for pair in PAIRS:
         try:
             with boot(pair.options) as engine, quiet_process():
+                environment = described(engine.environment)
+                rows = [row for row in rows if row.environment == environment]
                 found, leaves = sites(engine, pair.names)
                 for site in found:
                     now = time.monotonic()
                     end = now + (last - now) / left  # what one does not use the others may
                     left -= 1
-                    rows += compared(engine, pair.title, site, leaves, regime, end)
-                    if rows[-1].tokens != TOKENS[-1]:
-                        missing.append(f"{pair.title}, {site.path}: above {rows[-1].tokens} tokens")
-                    write(rows, missing, engine.environment, arguments.out)
+                    here = {r.tokens for r in rows if (r.pair, r.module) == (pair.title, site.name)}
+                    wanted = [tokens for tokens in TOKENS if tokens not in here]
+                    rows += compared(engine, pair.title, site, leaves, regime, wanted, end)
+                    write(rows, arguments.out)
         except DoolyError as error:
             print(f"error: {pair.title}: {error}", file=sys.stderr)
             return error.exit_code
@@ -91,15 +94,26 @@ def main() -> int:
     return 0
 
 
+def described(environment: Environment) -> str:
+    """The device and the engine."""
+    return f"{environment.device}, {environment.engine} {environment.engine_version}"
+
+
 def compared(
-    engine: Engine, title: str, site: Site, leaves: Sequence[Key], regime: Regime, end: float
+    engine: Engine,
+    title: str,
+    site: Site,
+    leaves: Sequence[Key],
+    regime: Regime,
+    wanted: Sequence[int],
+    end: float,
 ) -> Iterator[Row]:
     """A row for each number of tokens, as long as the next is likely to be done before `end`."""
     timer = timer_for(engine)
     taken = 0.0
-    for tokens in TOKENS:
+    for tokens in wanted:
         start = time.monotonic()
-        if start + 2 * taken > end and tokens != TOKENS[0]:
+        if start + 2 * taken > end:
             return
         yield _row(engine, timer, title, site, leaves, regime, tokens)
         taken = time.monotonic() - start
@@ -127,8 +141,9 @@ def _row(
     against = [100 * (s / m - 1) for s, m in zip(sums, module.samples_us, strict=True)]
     low, middle, high = statistics.quantiles(against, n=4, method="inclusive")
     return Row(
+        environment=described(engine.environment),
         pair=title,
-        module=f"{site.module_class} {site.path.rpartition('.')[2]}",
+        module=site.name,
         shape=site.shape,
         operations=len(measured),
         tokens=tokens,
@@ -143,15 +158,31 @@ def _row(
     )
 
 
-def write(rows: Sequence[Row], missing: Sequence[str], environment: Environment, out: Path) -> None:
-    """granularity.csv and granularity.md in `out`."""
+def read(path: Path) -> list[Row]:
+    """The rows of an earlier run."""
+    if not path.is_file():
+        return []
+    kinds = {"operations": int, "tokens": int, "unstable": "True".__eq__}
+    texts = {"environment", "pair", "module", "shape"}
+    with path.open(newline="") as file:
+        return [
+            Row(**{k: v if k in texts else kinds.get(k, float)(v) for k, v in line.items()})
+            for line in csv.DictReader(file)
+        ]
+
+
+def write(rows: list[Row], out: Path) -> None:
+    """granularity.csv and granularity.md in `out`; sorts `rows`."""
+    titles = [pair.title for pair in PAIRS]
+    modules = list(dict.fromkeys(row.module for row in rows))
+    rows.sort(key=lambda r: (titles.index(r.pair), modules.index(r.module), r.tokens))
     with (out / "granularity.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, [f.name for f in fields(Row)], lineterminator="\n")
         writer.writeheader()
         for row in rows:
             values = asdict(row).items()
             writer.writerow({k: round(v, 3) if isinstance(v, float) else v for k, v in values})
-    (out / "granularity.md").write_text(markdown(rows, missing, environment))
+    (out / "granularity.md").write_text(markdown(rows))
 
 
 NOTES = """\
@@ -160,24 +191,27 @@ median over turns (its quartiles). *jitter*: the same of a second timing of the 
 turns. *: a spread above the regime's limit, also after three rounds."""
 
 
-def markdown(rows: Sequence[Row], missing: Sequence[str], environment: Environment) -> str:
+def markdown(rows: Sequence[Row]) -> str:
     """One table for each module."""
-    where = f"{environment.device}, {environment.engine} {environment.engine_version}, bfloat16"
-    lines = ["# Whole modules against the sums of their operations", "", f"{where}.", "", NOTES]
+    lines = ["# Whole modules against the sums of their operations", ""]
+    lines += [f"{rows[0].environment}, bfloat16.", "", NOTES]
+    missing = []
     for title, module, shape, count in dict.fromkeys(
         (row.pair, row.module, row.shape, row.operations) for row in rows
     ):
+        here = [row for row in rows if (row.pair, row.module) == (title, module)]
         lines += ["", f"## {title}: {module} ({shape}), operations: {count}", ""]
         lines += ["| tokens | module us | operations us | difference % | jitter % |"]
         lines += ["| ---: | ---: | ---: | ---: | ---: |"]
         lines += [
             f"| {r.tokens}{'*' if r.unstable else ''} | {r.module_us:.1f} | {r.operations_us:.1f} "
             f"| {r.difference:+.1f} ({r.low:+.1f} to {r.high:+.1f}) | {r.jitter:+.1f} |"
-            for r in rows
-            if (r.pair, r.module) == (title, module)
+            for r in here
         ]
+        if rest := [str(t) for t in TOKENS if t not in {r.tokens for r in here}]:
+            missing.append(f"- {module}: {', '.join(rest)} tokens")
     if missing:
-        lines += ["", "Not measured within the given seconds:", "", *(f"- {m}" for m in missing)]
+        lines += ["", "Not measured within the given seconds:", "", *missing]
     return "\n".join(lines) + "\n"
 
 

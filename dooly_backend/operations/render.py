@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -11,6 +11,7 @@ from rich.console import RenderableType
 from rich.text import Text
 from rich.tree import Tree
 
+from dooly_backend.operations.tree import Node, any_layer, forest
 from dooly_backend.tracing.labels import Dim
 from dooly_backend.tracing.trace import STEP, Operation, TensorSpec, Trace
 
@@ -25,7 +26,6 @@ _STYLES = {
 }
 _LETTERS = {"num_toks": "T", "num_reqs": "R", "engine": "E"}
 _HEADINGS = {"model_config": "sizes of the model", "engine": "sizes of the engine's buffers (E)"}
-_LAYER = re.compile(r"\.\d+(?=\.|$)")
 
 
 @dataclass(frozen=True)
@@ -82,33 +82,21 @@ def _shortest(paths: Sequence[str]) -> str:
 
 def calls(trace: Trace) -> tuple[Call, ...]:
     """The outermost module calls of a trace."""
-    operations: dict[int, list[Operation]] = {}
-    for op in trace.operations:
-        if op.call is not None:
-            operations.setdefault(op.call, []).append(op)
-    children: dict[int | None, list[int]] = {}
-    for index, record in enumerate(trace.modules):
-        children.setdefault(record.caller, []).append(index)
-
-    def build(index: int, prefix: str) -> Call:
-        record = trace.modules[index]
-        name = record.path.removeprefix(prefix).lstrip(".") or "model"
-        inside: list[tuple[int, Call | Operation]] = [
-            (op.index, op) for op in operations.get(index, [])
-        ]
-        for child in children.get(index, []):
-            inside.append((_first(child), build(child, record.path)))
-        return Call(name, record.module_class, tuple(i for _, i in sorted(inside, key=_order)))
-
-    def _first(index: int) -> int:
-        own = [op.index for op in operations.get(index, [])]
-        return min([*own, *(_first(c) for c in children.get(index, []))], default=1 << 60)
-
-    return tuple(build(index, "") for index in children.get(None, []))
+    return tuple(_call(node, "") for node in forest(trace))
 
 
-def _order(pair: tuple[int, object]) -> int:
-    return pair[0]
+def _call(node: Node, prefix: str) -> Call:
+    """A call with what is in it, in the order of the pass; `prefix` is its caller's path."""
+    name = node.path.removeprefix(prefix).lstrip(".") or "model"
+    inside: list[tuple[float, Call | Operation]] = [(op.index, op) for op in node.operations]
+    inside += [(_first(child), _call(child, node.path)) for child in node.children]
+    inside.sort(key=lambda pair: pair[0])
+    return Call(name, node.record.module_class, tuple(item for _, item in inside))
+
+
+def _first(node: Node) -> float:
+    """Index of the first operation at or below a call, behind all others where it runs none."""
+    return min((op.index for op in node.all_operations()), default=math.inf)
 
 
 def _add(tree: Tree, items: Iterable[Call | Operation]) -> None:
@@ -125,7 +113,7 @@ def _add(tree: Tree, items: Iterable[Call | Operation]) -> None:
 def _alike(item: Call | Operation) -> object:
     if isinstance(item, Operation):
         return operation_text(item).plain
-    return (_LAYER.sub(".*", f".{item.name}"), item.outline)
+    return (any_layer(f".{item.name}"), item.outline)
 
 
 def _names(group: Sequence[object]) -> str:
