@@ -237,16 +237,22 @@ def _summary(result: ProfileResult, db: str) -> dict[str, Any]:
         "unstable": result.unstable,
         "seconds": round(result.seconds, 3),
         "label_accuracy": result.trace.check.accuracy,
+        "reused": {r.signature.hash: list(r.models) for r in result.reused},
+        "reasons": {reason: list(keys) for reason, keys in result.reasons.items()},
     }
 
 
 def _lines(result: ProfileResult, db: str) -> Iterator[str]:
+    from dooly_backend.profiling.reuse import reused_lines, skipped_lines
+
     yield (
         f"{result.model}: {result.operations} operations traced, "
         f"{result.occurrences} calls in a step of the whole model"
     )
     known, new = result.signatures_known, result.signatures_new
     yield f"signatures: {known} known, {new} new"
+    yield from reused_lines(result.reused)
+    yield from skipped_lines(result.reasons)
     if result.points or result.skipped:
         yield (
             f"measured {result.points} points in {result.seconds:.0f} s into {db}"

@@ -28,12 +28,9 @@ from dooly_backend.operations.capture import captured
 from dooly_backend.operations.runnable import Entry
 from dooly_backend.profiling import profiler
 from dooly_backend.profiling.measure import Regime, Subject, spread
-from dooly_backend.profiling.profiler import (
-    operations_us,
-    profile,
-    step_batches,
-    subject_of,
-)
+from dooly_backend.profiling.profiler import profile, subject_of
+from dooly_backend.profiling.progress import Silent
+from dooly_backend.profiling.steps import operations_us, step_batches
 from dooly_backend.regression.latency import LatencyModel
 from dooly_backend.workload import Batch, WorkloadPoint
 from shims.vidur.costs import StepCosts
@@ -172,7 +169,7 @@ def test_only_the_signatures_with_new_points_are_new(engine: VllmEngine, path: P
     assert (result.points, result.signatures_new, result.signatures_known) == (2, 2, 10)
 
 
-class Stopping(profiler.Silent):
+class Stopping(Silent):
     """A progress that is interrupted after a number of points."""
 
     def __init__(self, after: int) -> None:

@@ -13,7 +13,7 @@ import sqlite_utils
 from sqlite_utils.migrations import Migrations
 
 from dooly_backend.database.schema import VERSION_1
-from dooly_backend.database.schema_changes import GRAPH_OF_EACH_ENVIRONMENT
+from dooly_backend.database.schema_changes import GRAPH_OF_EACH_ENVIRONMENT, WORKERS
 
 APPLICATION_ID = int.from_bytes(b"dool", "big")
 """`PRAGMA application_id` of every latency database."""
@@ -43,6 +43,13 @@ def m001_latency_tables(db: sqlite_utils.Database) -> None:
 def m002_graph_of_each_environment(db: sqlite_utils.Database) -> None:
     """Occurrences belong to an environment: kernels, and so signatures, differ between two."""
     for statement in GRAPH_OF_EACH_ENVIRONMENT:
+        db.execute(statement)
+
+
+@MIGRATIONS()
+def m003_workers(db: sqlite_utils.Database) -> None:
+    """Processes that share a profile, and what each of them has claimed."""
+    for statement in WORKERS:
         db.execute(statement)
 
 

@@ -18,6 +18,11 @@ from dooly_backend.workload import Batch, PointKind, WorkloadPoint
 Granularity = Literal["operation", "module"]
 
 
+#: How the reason starts for which a limit of the engine, not the device, keeps a point out.
+#: Another run may have set other limits: to it the point is open.
+BEYOND_LIMITS = "beyond the engine's limits"
+
+
 def canonical_json(value: Any) -> str:
     """JSON with sorted keys and no spaces: equal facts give equal text.
 

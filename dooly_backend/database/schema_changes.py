@@ -75,3 +75,24 @@ JOIN signature AS s ON s.hash = o.signature
 GROUP BY s.hash
 HAVING configurations > 1""",
 )
+
+WORKERS: tuple[str, ...] = (
+    """\
+CREATE TABLE worker (
+    -- A process that measures into this file. Gone ones are swept out by others.
+    id      INTEGER PRIMARY KEY,
+    host    TEXT NOT NULL,     -- name, boot and process namespace: where pid means something
+    pid     INTEGER NOT NULL,
+    started TEXT NOT NULL,     -- clock ticks since boot: tells it from a later one of this pid
+    seen_at TEXT NOT NULL      -- UTC, ISO 8601: its last sign of life
+)""",
+    """\
+CREATE TABLE claim (
+    -- What a worker is about to measure, so that no other does. Empty when nobody works.
+    environment_id INTEGER NOT NULL REFERENCES environment (id) ON DELETE CASCADE,
+    what           TEXT NOT NULL,  -- 'HASH tokens=128', 'steps DIGEST'
+    worker_id      INTEGER NOT NULL REFERENCES worker (id) ON DELETE CASCADE,
+    PRIMARY KEY (environment_id, what)
+)""",
+    "CREATE INDEX claim_by_worker ON claim (worker_id)",
+)

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from dooly_backend.database import info, opening, rows
 from dooly_backend.database.records import (
+    BEYOND_LIMITS,
     Configuration,
     Environment,
     Measurement,
@@ -217,14 +218,18 @@ class Database(Session):
             return own or self._graph(configuration_id, None)
 
     def settled_points(self, signature_hash: str, environment_id: int) -> set[str]:
-        """Keys of the points that are measured, or skipped, in this environment."""
+        """Keys of the points that are measured, or cannot be, in this environment.
+
+        One that only a limit of an earlier run's engine kept out is not settled.
+        """
         with self.reading():
             found = self._execute(
                 "SELECT p.key FROM workload_point AS p WHERE p.id IN ("
                 " SELECT point_id FROM measurement WHERE signature = :s AND environment_id = :e"
                 " UNION ALL"
-                " SELECT point_id FROM skipped_point WHERE signature = :s AND environment_id = :e)",
-                {"s": signature_hash, "e": environment_id},
+                " SELECT point_id FROM skipped_point WHERE signature = :s AND environment_id = :e"
+                "  AND substr(reason, 1, length(:limits)) != :limits)",
+                {"s": signature_hash, "e": environment_id, "limits": BEYOND_LIMITS},
             )
             return {row["key"] for row in found}
 

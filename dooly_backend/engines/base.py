@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from dooly_backend.database.records import Configuration, Environment
+from dooly_backend.engines.environment import device_identity
 from dooly_backend.workload import Batch
 
 
@@ -128,6 +129,11 @@ class Engine(ABC):
     @abstractmethod
     def stateful_identity(self, path: str) -> dict[str, Any]:
         """What of the engine selects the kernels of a stateful module, beside its attributes."""
+
+    @property
+    def device(self) -> str:
+        """The physical device, as no other of this host is called: one lock each for timing."""
+        return device_identity()
 
     @property
     def moe(self) -> Mapping[str, MoeLayer]:

@@ -32,6 +32,19 @@ def cpu_name() -> str:
     return match.group(1).strip() if match else platform.machine()
 
 
+def device_identity() -> str:
+    """The device that this process computes on, as no other of this host is called.
+
+    All processors of a host are one: they share memory and caches.
+    """
+    import torch
+
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        return f"cuda {getattr(properties, 'uuid', None) or torch.cuda.current_device()}"
+    return f"cpu {platform.node()}"
+
+
 def environment_of(engine: str, engine_version: str, kernels: dict[str, Any]) -> Environment:
     """The environment of this process; torch must be usable. `kernels` adds what selects them."""
     import torch

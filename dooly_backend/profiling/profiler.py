@@ -5,53 +5,38 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
 from dooly_backend.config import AdaptiveSweep, Grid
 from dooly_backend.database import Database
-from dooly_backend.database.records import Signature, StepMeasurement
+from dooly_backend.database.records import Signature
 from dooly_backend.engines import CapturedCall, Engine
 from dooly_backend.errors import EngineError, InputError
 from dooly_backend.operations.callgraph import occurrences, signatures
 from dooly_backend.operations.capture import WHOLE, Key, captured, without_whole
 from dooly_backend.operations.runnable import Entry, RunnableSet, resolve
+from dooly_backend.profiling.device_lock import device_lock
 from dooly_backend.profiling.measure import (
     Regime,
     Subject,
     WorkloadPointKey,
     measure,
-    step_samples,
 )
+from dooly_backend.profiling.progress import Progress, Silent
+from dooly_backend.profiling.reuse import Reused, reused
 from dooly_backend.profiling.rounds import Work, next_work
+from dooly_backend.profiling.sharing import Sharing
+from dooly_backend.profiling.steps import measure_steps, refit_steps
+from dooly_backend.profiling.sweep import record_limits
 from dooly_backend.profiling.timer import Timer, quiet_process, timer_for
-from dooly_backend.regression.latency import LatencyModel
-from dooly_backend.regression.step_cost import fit_step_cost
 from dooly_backend.tracing.trace import Trace
 from dooly_backend.tracing.tracer import trace_model
 from dooly_backend.workload import Batch
 
 log = logging.getLogger(__name__)
-
-
-class Progress(Protocol):
-    """Told what a profile is doing; `advance` counts finished points."""
-
-    def phase(self, name: str, total: int | None = None) -> None: ...
-
-    def advance(self, points: int = 1) -> None: ...
-
-
-class Silent:
-    """A progress that shows nothing."""
-
-    def phase(self, name: str, total: int | None = None) -> None:
-        return None
-
-    def advance(self, points: int = 1) -> None:
-        return None
 
 
 @dataclass(frozen=True)
@@ -69,6 +54,8 @@ class ProfileResult:
     seconds: float
     trace: Trace = field(repr=False)
     runnable: RunnableSet = field(repr=False)
+    reused: tuple[Reused, ...] = ()  # signatures that needed no measuring
+    reasons: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # skipped points by reason
 
 
 def profile(
@@ -86,9 +73,10 @@ def profile(
     start = time.perf_counter()
     progress = progress or Silent()
     progress.phase("tracing")
-    trace = trace_model(engine)
-    progress.phase("finding what runs alone")
-    runnable = resolve(trace, engine)
+    with device_lock(engine.device, lambda: progress.phase("waiting for the device")):
+        trace = trace_model(engine)
+        progress.phase("finding what runs alone")
+        runnable = resolve(trace, engine)
     signed = signatures(trace, runnable, engine)
     environment_id = database.add_environment(engine.environment)
     graph = occurrences(engine, signed)
@@ -96,22 +84,33 @@ def profile(
     wanted = {occurrence.signature.hash for occurrence in graph}
     signed = {entry: signature for entry, signature in signed.items() if signature.hash in wanted}
     timer = timer_for(engine)
-    with quiet_process():
+    ids = configuration_id, environment_id
+    limited = record_limits(engine, database, environment_id, set(signed.values()), sweep)
+    with quiet_process(), Sharing(database, environment_id, engine.device) as sharing:
         done = run_sweep(
-            engine, timer, database, (configuration_id, environment_id), signed,
-            set(signed.values()), sweep, regime or Regime(), progress,
+            engine, timer, database, ids, signed,
+            set(signed.values()), sweep, regime or Regime(), progress, sharing,
         )  # fmt: skip
         # On a GPU the host launches while the device computes: what a step takes
         # beyond its operations is no sum, and is left to the simulation.
-        host_adds = engine.environment.device_kind == "cpu"
-        if host_adds and database.step_cost(configuration_id, environment_id) is None:
-            _measure_steps(engine, timer, database, (configuration_id, environment_id), progress)
+        if engine.environment.device_kind == "cpu":
+
+            def is_fitted() -> bool:
+                return database.step_cost(*ids) is not None
+
+            with sharing.once(f"steps {engine.configuration.digest}", is_fitted) as ours:
+                if ours:
+                    measure_steps(engine, timer, database, ids, progress)
+                else:
+                    refit_steps(engine, database, ids)
     if done.points and not timer.is_calm:
         log.warning(
             "this host is busy: most calls lost their processor while they were timed; "
             "measure again when it is calm (delete %s first), or leave a core free (--threads)",
             database.path,
         )
+    known = {signature for signature in signed.values() if signature.hash not in done.signatures}
+    reasons = {**limited, **{reason: tuple(keys) for reason, keys in done.reasons.items()}}
     return ProfileResult(
         model=engine.configuration.model,
         operations=len(trace.operations),
@@ -119,11 +118,13 @@ def profile(
         signatures_known=len(wanted - done.signatures),
         signatures_new=len(done.signatures),
         points=done.points,
-        skipped=done.skipped,
+        skipped=sum(map(len, reasons.values())),
         unstable=done.unstable,
         seconds=time.perf_counter() - start,
         trace=trace,
         runnable=runnable,
+        reused=reused(database, environment_id, known, engine.configuration.model),
+        reasons=reasons,
     )
 
 
@@ -132,8 +133,8 @@ class Done:
     """What measuring a sweep has done so far."""
 
     points: int = 0  # newly measured
-    skipped: int = 0  # newly found impossible
     unstable: int = 0
+    reasons: dict[str, list[str]] = field(default_factory=dict)  # points newly found impossible
     signatures: set[str] = field(default_factory=set)  # that had something to do
 
 
@@ -147,6 +148,7 @@ def run_sweep(
     sweep: Grid | AdaptiveSweep,
     regime: Regime,
     progress: Progress,
+    sharing: Sharing,
 ) -> Done:
     """Measure what `database` lacks of the `wanted` ones of the `signed` calls for `sweep`.
 
@@ -164,19 +166,20 @@ def run_sweep(
     total = None if isinstance(sweep, AdaptiveSweep) else work.points
     progress.phase("measuring", total)
     while work.points:
-        for batch, keys in work.by_batch.items():
-            found = _measure_batch(engine, timer, batch, keys, signed, regime)
-            for key in keys:
-                signature = by_hash[key[0]]
-                if isinstance(found, str):
-                    database.skip(signature, environment_id, key[1], found)
-                    done.skipped += 1
-                else:
-                    database.record(signature, environment_id, found[key], configuration_id)
-                    done.points += 1
-                    done.unstable += found[key].unstable
-                done.signatures.add(signature.hash)
-                progress.advance()
+        with closing(sharing.turns(work.by_batch, progress.advance)) as turns:
+            for batch, keys in turns:
+                found = _measure_batch(engine, timer, batch, keys, signed, regime)
+                for key in keys:
+                    signature = by_hash[key[0]]
+                    if isinstance(found, str):
+                        database.skip(signature, environment_id, key[1], found)
+                        done.reasons.setdefault(found, []).append(key[1].key)
+                    else:
+                        database.record(signature, environment_id, found[key], configuration_id)
+                        done.points += 1
+                        done.unstable += found[key].unstable
+                    done.signatures.add(signature.hash)
+                    progress.advance()
         work = round_of_work()
     return done
 
@@ -237,54 +240,3 @@ def subject_of(
         calls[sibling] if sibling is not None else None,
         experts,
     )
-
-
-def _measure_steps(
-    engine: Engine,
-    timer: Timer,
-    database: Database,
-    ids: tuple[int, int],
-    progress: Progress,
-    repeats: int = 9,
-) -> None:
-    """Live steps beside the sums of their operations: the step's own cost."""
-    configuration_id, environment_id = ids
-    batches = step_batches(engine)
-    depths = sorted({1, engine.num_layers})
-    progress.phase("timing whole steps", len(batches) * len(depths))
-    model = LatencyModel.load(
-        database,
-        engine.configuration.digest,
-        engine.environment.digest,
-    )
-    for batch in batches:
-        for layers in depths:
-            # Predictions suppose uniform routing; that of dummy weights is not.
-            with engine.routed("uniform"):
-                live = step_samples(engine, timer, batch, layers, repeats)
-            operations = operations_us(engine, model, batch, layers)
-            step = StepMeasurement(batch, layers, live, operations)
-            database.record_step(configuration_id, environment_id, step, replace=True)
-            progress.advance()
-    steps = database.steps(configuration_id, environment_id)
-    database.set_step_cost(configuration_id, environment_id, fit_step_cost(steps))
-
-
-def step_batches(engine: Engine) -> list[Batch]:
-    """Small steps, whose own cost is not lost in their operations' noise."""
-    context = min(256, engine.max_model_len // 2)
-    counts = [n for n in (1, 4, 16) if n <= engine.max_num_reqs]
-    prefills = [Batch.prefill(n) for n in (32, 128) if n < engine.max_model_len]
-    return [Batch.decode(n, context) for n in counts] + prefills
-
-
-def operations_us(engine: Engine, model: LatencyModel, batch: Batch, layers: int) -> float:
-    """Sum of the operations in a step of the first `layers` layers."""
-    total = 0.0
-    for occurrence in model.occurrences:
-        count: float = 1
-        if occurrence.layers:
-            inside = sum(1 for layer in occurrence.layers if layer < engine.stage.start + layers)
-            count = occurrence.count / len(occurrence.layers) * inside
-        total += count * model.occurrence(occurrence, batch).median_us
-    return total

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Iterable
 
-from dooly_backend.config import Grid
-from dooly_backend.database.records import Signature
+from dooly_backend.config import AdaptiveSweep, Grid
+from dooly_backend.database import Database
+from dooly_backend.database.records import BEYOND_LIMITS, Signature
 from dooly_backend.engines import Engine
 from dooly_backend.workload import Batch, Request, WorkloadPoint
 
@@ -17,17 +20,53 @@ def sweep_points(
     signature: Signature, sweep: Grid, engine: Engine
 ) -> list[tuple[WorkloadPoint, Batch]]:
     """The points of a signature, each with a batch that shows it, within the engine's limits."""
-    pairs = [(point, batch_of(point, engine)) for point in _points(signature, sweep, engine)]
+    points = _points(signature, sweep, engine.max_request_len)
+    pairs = [(point, batch_of(point, engine)) for point in points]
     return [(point, batch) for point, batch in pairs if fits(batch, engine)]
 
 
-def _points(signature: Signature, sweep: Grid, engine: Engine) -> list[WorkloadPoint]:
+def beyond_limits(
+    signature: Signature, sweep: Grid, engine: Engine
+) -> list[tuple[WorkloadPoint, str]]:
+    """The points of a signature that this engine's limits keep out, each with the reason."""
+    found = []
+    for point in _points(signature, sweep, sys.maxsize):
+        excess = _excess(batch_of(point, engine), engine)
+        if excess is not None:
+            found.append((point, f"{BEYOND_LIMITS}: {excess}"))
+    return found
+
+
+def record_limits(
+    engine: Engine,
+    database: Database,
+    environment_id: int,
+    signatures: Iterable[Signature],
+    sweep: Grid | AdaptiveSweep,
+) -> dict[str, tuple[str, ...]]:
+    """Record the points of `sweep` that the engine's limits keep out; new ones by reason.
+
+    An adaptive sweep asks for no point beyond them.
+    """
+    new: dict[str, tuple[str, ...]] = {}
+    if isinstance(sweep, AdaptiveSweep):
+        return new
+    for signature in signatures:
+        known = {s.point for s in database.skipped(signature.hash, environment_id)}
+        known |= {m.point for m in database.measurements(signature.hash, environment_id)}
+        for point, reason in beyond_limits(signature, sweep, engine):
+            if point not in known and database.skip(signature, environment_id, point, reason):
+                new[reason] = (*new.get(reason, ()), point.key)
+    return new
+
+
+def _points(signature: Signature, sweep: Grid, longest: int) -> list[WorkloadPoint]:
     if signature.kind == "tokens":
         return sweep.token_points()
     if signature.kind == "requests":
         return sweep.request_points()
     if signature.kind == "batch":
-        return sweep.batch_points(engine.max_request_len)
+        return sweep.batch_points(longest)
     if signature.kind == "routing":
         routing = json.loads(signature.canonical)["routing"]
         return sweep.routing_points(routing["experts"], routing["top_k"])
@@ -50,8 +89,15 @@ def prefills(tokens: int, longest: int) -> Batch:
 
 
 def fits(batch: Batch, engine: Engine) -> bool:
-    return (
-        batch.num_tokens <= engine.max_num_tokens
-        and batch.num_reqs <= engine.max_num_reqs
-        and batch.longest <= engine.max_request_len
+    return _excess(batch, engine) is None
+
+
+def _excess(batch: Batch, engine: Engine) -> str | None:
+    """What of a batch is more than the engine takes; None when it fits."""
+    limits = (
+        (batch.num_tokens, engine.max_num_tokens, "tokens a step"),
+        (batch.num_reqs, engine.max_num_reqs, "requests a step"),
+        (batch.longest, engine.max_request_len, "tokens a request"),
     )
+    over = (f"{value} {what}, it takes {limit}" for value, limit, what in limits if value > limit)
+    return next(over, None)
