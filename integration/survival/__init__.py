@@ -1,0 +1,1 @@
+"""A profile that is killed again and again loses nothing."""
