@@ -77,6 +77,7 @@ UNITS = (
     Unit("call graph", ("occurrence",), _PLACE_KEY),
     Unit("point", ("measurement", "skipped_point"), _POINT_KEY, _of_point),
     Unit("steps", ("step_measurement", "step_cost"), _PLACE_KEY, _of_steps),
+    Unit("KV capacity", ("kv_capacity",), _PLACE_KEY, _earliest("recorded_at")),
 )
 
 

@@ -13,7 +13,11 @@ import sqlite_utils
 from sqlite_utils.migrations import Migrations
 
 from dooly_backend.database.schema import VERSION_1
-from dooly_backend.database.schema_changes import GRAPH_OF_EACH_ENVIRONMENT, WORKERS
+from dooly_backend.database.schema_changes import (
+    GRAPH_OF_EACH_ENVIRONMENT,
+    KV_CAPACITY,
+    WORKERS,
+)
 
 APPLICATION_ID = int.from_bytes(b"dool", "big")
 """`PRAGMA application_id` of every latency database."""
@@ -50,6 +54,13 @@ def m002_graph_of_each_environment(db: sqlite_utils.Database) -> None:
 def m003_workers(db: sqlite_utils.Database) -> None:
     """Processes that share a profile, and what each of them has claimed."""
     for statement in WORKERS:
+        db.execute(statement)
+
+
+@MIGRATIONS()
+def m004_kv_capacity(db: sqlite_utils.Database) -> None:
+    """What decides how many KV blocks a configuration has."""
+    for statement in KV_CAPACITY:
         db.execute(statement)
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
+from dooly_backend.errors import InputError
 from dooly_backend.workload import Batch, PointKind, WorkloadPoint
 
 Granularity = Literal["operation", "module"]
@@ -195,3 +196,53 @@ class StepCost:
 
     def time_us(self, layers: int, requests: int) -> float:
         return self.step_us + self.layer_us * layers + self.request_us * requests
+
+
+@dataclass(frozen=True)
+class KvGroup:
+    """Layers that share block tables: as many as `layers`, `page_bytes` a block in each."""
+
+    kind: str  # the engine's name for it: "FullAttentionSpec", "SlidingWindowSpec"
+    layers: int
+    block_size: int  # tokens
+    page_bytes: int
+    sliding_window: int | None = None
+
+
+@dataclass(frozen=True)
+class KvCapacity:
+    """What decides how many KV blocks the full model has on one rank; sizes are bytes.
+
+    Blocks are the engine's: every group takes them from one pool.
+    """
+
+    block_bytes: int  # one block of the pool in all layers; 0 for a model without attention
+    groups: tuple[KvGroup, ...]
+    weight_bytes: int  # of the rank
+    device_bytes: int  # all memory of the device
+    max_num_batched_tokens: int  # of the step that activation_bytes are the peak of
+    activation_bytes: int | None = None  # None where it was not measured
+    other_bytes: int | None = None  # contexts, libraries, other processes
+
+    def num_blocks(
+        self, gpu_memory_utilization: float = 0.9, kv_cache_memory_bytes: int | None = None
+    ) -> int:
+        """Blocks of the pool, the engine's null block included, as vLLM counts them.
+
+        Exact for an explicit `kv_cache_memory_bytes`. Otherwise the device's
+        memory times `gpu_memory_utilization`, less weights, activations and the
+        rest. What is not known (on a CPU: all but the weights) counts as
+        nothing. Raises InputError when no block fits.
+        """
+        if not self.block_bytes:
+            return 1
+        available = kv_cache_memory_bytes
+        if available is None:
+            taken = self.weight_bytes + (self.activation_bytes or 0) + (self.other_bytes or 0)
+            available = int(self.device_bytes * gpu_memory_utilization) - taken
+        if available < self.block_bytes:
+            raise InputError(
+                f"no KV block fits: {available / 2**30:.2f} GiB are left, a block takes "
+                f"{self.block_bytes / 2**20:.2f} MiB: raise the utilization, or divide the model"
+            )
+        return available // self.block_bytes

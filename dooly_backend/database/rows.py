@@ -6,13 +6,15 @@ import json
 import math
 import sqlite3
 import statistics
-from dataclasses import replace
+from dataclasses import asdict, fields, replace
 from datetime import UTC, datetime
 from typing import Any
 
 from dooly_backend.database.records import (
     Configuration,
     Environment,
+    KvCapacity,
+    KvGroup,
     Measurement,
     Occurrence,
     Signature,
@@ -218,6 +220,19 @@ def step_cost_columns(cost: StepCost) -> Columns:
 
 def step_cost_of(row: Row) -> StepCost:
     return StepCost(row["step_us"], row["layer_us"], row["request_us"])
+
+
+def kv_capacity_columns(capacity: KvCapacity) -> Columns:
+    return asdict(capacity) | {
+        "groups": json.dumps([asdict(group) for group in capacity.groups]),
+        "recorded_at": now(),
+    }
+
+
+def kv_capacity_of(row: Row) -> KvCapacity:
+    names = [field.name for field in fields(KvCapacity) if field.name != "groups"]
+    groups = tuple(KvGroup(**group) for group in json.loads(row["groups"]))
+    return KvCapacity(groups=groups, **{name: row[name] for name in names})
 
 
 def _times(samples: tuple[float, ...], what: str) -> tuple[float, ...]:

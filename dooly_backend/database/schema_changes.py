@@ -96,3 +96,22 @@ CREATE TABLE claim (
 )""",
     "CREATE INDEX claim_by_worker ON claim (worker_id)",
 )
+
+KV_CAPACITY: tuple[str, ...] = (
+    """\
+CREATE TABLE kv_capacity (
+    -- How many KV blocks the full model has on one rank follows from these sizes, in bytes:
+    -- (device_bytes * utilization - weight - activation - other) / block_bytes
+    configuration_id       INTEGER NOT NULL REFERENCES configuration (id) ON DELETE CASCADE,
+    environment_id         INTEGER NOT NULL REFERENCES environment (id),
+    block_bytes            INTEGER NOT NULL CHECK (block_bytes >= 0),   -- in all layers of a rank
+    groups                 TEXT NOT NULL CHECK (groups LIKE '[%]'),     -- JSON: layers, block_size
+    weight_bytes           INTEGER NOT NULL CHECK (weight_bytes >= 0),  -- of the rank
+    device_bytes           INTEGER NOT NULL CHECK (device_bytes >= 0),  -- all of its memory
+    max_num_batched_tokens INTEGER NOT NULL,  -- tokens of the step that activation_bytes is of
+    activation_bytes       INTEGER,           -- peak of a step; NULL: not measured
+    other_bytes            INTEGER,           -- what is not torch's; NULL: not measured
+    recorded_at            TEXT NOT NULL,     -- UTC, ISO 8601
+    PRIMARY KEY (configuration_id, environment_id)
+)""",
+)

@@ -21,6 +21,7 @@ from dooly_backend.database.records import (
     BEYOND_LIMITS,
     Configuration,
     Environment,
+    KvCapacity,
     Measurement,
     Occurrence,
     Signature,
@@ -180,6 +181,16 @@ class Database(Session):
             self._delete("step_cost", key)
             self._execute(insertion("step_cost", columns), columns)
 
+    def set_kv_capacity(
+        self, configuration_id: int, environment_id: int, capacity: KvCapacity
+    ) -> None:
+        """Store what decides the number of KV blocks, in place of an earlier one."""
+        key = {"configuration_id": configuration_id, "environment_id": environment_id}
+        columns = key | rows.kv_capacity_columns(capacity)
+        with self.writing():
+            self._delete("kv_capacity", key)
+            self._execute(insertion("kv_capacity", columns), columns)
+
     # -- reading ---------------------------------------------------------------
 
     def configurations(self) -> dict[int, Configuration]:
@@ -279,6 +290,18 @@ class Database(Session):
                 (configuration_id, environment_id),
             ).fetchone()
             return row and rows.step_cost_of(row)
+
+    def kv_capacity(self, configuration_id: int, environment_id: int) -> KvCapacity | None:
+        """What decides how many KV blocks the full model has; None where it is not known.
+
+        ``kv_capacity(...).num_blocks(gpu_memory_utilization=0.9)`` counts them.
+        """
+        with self.reading():
+            row = self._execute(
+                "SELECT * FROM kv_capacity WHERE configuration_id = ? AND environment_id = ?",
+                (configuration_id, environment_id),
+            ).fetchone()
+            return row and rows.kv_capacity_of(row)
 
     def measured_at(self, configuration_id: int, environment_id: int) -> str | None:
         """When a configuration's last measurement was made: UTC, ISO 8601; None before any."""

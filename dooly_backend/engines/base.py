@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dooly_backend.database.records import Configuration, Environment
+from dooly_backend.database.records import Configuration, Environment, KvCapacity
 from dooly_backend.engines.environment import device_identity
 from dooly_backend.workload import Batch
 
@@ -143,6 +143,10 @@ class Engine(ABC):
     def routed(self, how: Routing | None) -> AbstractContextManager[None]:
         """Route every MoE layer as `how` says while the `with` block runs; None leaves it be."""
         return nullcontext()
+
+    def kv_capacity(self) -> KvCapacity | None:
+        """What decides how many KV blocks the full model has; None where it cannot be told."""
+        return None
 
     @abstractmethod
     def step(self, batch: Batch) -> None:

@@ -9,12 +9,13 @@ from functools import cached_property
 from typing import Any
 
 from dooly_backend.config import RunOptions
-from dooly_backend.database.records import Configuration
+from dooly_backend.database.records import Configuration, KvCapacity
 from dooly_backend.engines.base import Engine, MoeLayer, Routing
 from dooly_backend.engines.environment import environment_of, package_version
-from dooly_backend.engines.layers import layer_kinds
+from dooly_backend.engines.layers import layer_kinds, layers_represented
 from dooly_backend.engines.parallel import Rank
 from dooly_backend.engines.vllm_boot import BODIES, sample_by_module
+from dooly_backend.engines.vllm_capacity import kv_capacity
 from dooly_backend.engines.vllm_configs import completed
 from dooly_backend.engines.vllm_moe import moe_layers, routed
 from dooly_backend.engines.vllm_start import Started
@@ -202,6 +203,10 @@ class VllmInstance(Engine):
                 "stage_layers": [self.stage.start, self.stage.stop],
             },
         )
+
+    def kv_capacity(self) -> KvCapacity:
+        stands_for = layers_represented(self.layer_kinds, self.num_layers, self.stage)
+        return kv_capacity(self._runner, self._core.vllm_config, stands_for, self.max_num_tokens)
 
     def _block_sizes(self) -> tuple[int, ...]:
         groups = self._runner.kv_cache_config.kv_cache_groups

@@ -85,6 +85,7 @@ def profile(
     signed = {entry: signature for entry, signature in signed.items() if signature.hash in wanted}
     timer = timer_for(engine)
     ids = configuration_id, environment_id
+    _record_capacity(engine, database, ids)
     limited = record_limits(engine, database, environment_id, set(signed.values()), sweep)
     with quiet_process(), Sharing(database, environment_id, engine.device) as sharing:
         done = run_sweep(
@@ -126,6 +127,16 @@ def profile(
         reused=reused(database, environment_id, known, engine.configuration.model),
         reasons=reasons,
     )
+
+
+def _record_capacity(engine: Engine, database: Database, ids: tuple[int, int]) -> None:
+    """Keep what decides the number of KV blocks, once for a size of the largest step."""
+    known = database.kv_capacity(*ids)
+    if known is not None and known.max_num_batched_tokens == engine.max_num_tokens:
+        return
+    capacity = engine.kv_capacity()
+    if capacity is not None:
+        database.set_kv_capacity(*ids, capacity)
 
 
 @dataclass

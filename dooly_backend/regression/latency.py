@@ -17,6 +17,7 @@ from dooly_backend.database import Database
 from dooly_backend.database.records import (
     Configuration,
     Environment,
+    KvCapacity,
     Occurrence,
     StepCost,
 )
@@ -48,6 +49,7 @@ class LatencyModel:
     step_cost: StepCost | None
     signatures: Mapping[str, SignatureLatency] = field(repr=False)  # by hash
     measured_at: str | None = None  # of the last measurement: UTC, ISO 8601
+    kv_capacity: KvCapacity | None = None  # how many KV blocks there are; None: not profiled
 
     @classmethod
     def load(
@@ -80,6 +82,7 @@ class LatencyModel:
             database.step_cost(configuration_id, environment_id),
             signatures,
             database.measured_at(configuration_id, environment_id),
+            database.kv_capacity(configuration_id, environment_id),
         )
 
     def occurrence(self, occurrence: Occurrence, batch: Batch) -> Latency:
