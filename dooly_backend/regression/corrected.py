@@ -1,0 +1,299 @@
+"""The roofline, corrected by a Gaussian process: what the terms leave over, in logarithms.
+
+The roofline (roofline.py) knows how a time grows, also beyond what was measured;
+the process (scikit-learn's, Matern 3/2) follows what the kernels really do
+between the measured points, which may lie anywhere. Its coordinates are held
+at the edge of the measured range, so that beyond it the terms alone decide.
+Each phase of attention has a process of its own, and so have mixed batches
+where enough of them were measured.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from dooly_backend.regression.batches import Floats
+from dooly_backend.regression.models import (
+    Parameters,
+    Predictor,
+    Regressor,
+    Training,
+    UnfitError,
+    floats,
+    model,
+)
+from dooly_backend.regression.roofline import (
+    Joint,
+    Phase,
+    PhasePart,
+    PhasePredictor,
+    Trend,
+    fit_joint,
+    fit_trend,
+    load_joint,
+    load_trend,
+    phases_of,
+    present,
+    pure,
+)
+
+_FEWEST = 6  # points of a phase
+_FEWEST_MIXED = 12
+_MOST_TO_TUNE = 150  # points; the search for length scales grows with their cube
+_LENGTHS = (0.3, 30.0)  # bounds, in logarithms of the coordinates
+_VARIANCES = (1e-5, 1.0)
+_NOISE = (1e-5, 1e-2)
+_ROOT_3 = math.sqrt(3.0)
+
+
+class Process:
+    """A fitted Gaussian process: the logarithm of measured over trend."""
+
+    def __init__(self, parameters: Parameters) -> None:
+        """Raises KeyError, TypeError or ValueError for parameters of another shape."""
+        points = floats(parameters["points"], 2)
+        lengths = floats(parameters["lengths"], 1)
+        self._weights = floats(parameters["weights"], 1)
+        if points.shape != (len(self._weights), len(lengths)) or (lengths <= 0).any():
+            raise ValueError("a process needs a weight for each point, a length for each axis")
+        self._low, self._high = points.min(axis=0), points.max(axis=0)
+        self._scale = _ROOT_3 / lengths
+        scaled = points * self._scale
+        # |x - p|^2 = |x|^2 + |p|^2 - 2 x.p is one product with these.
+        self._minus_two = np.ascontiguousarray(-2 * scaled.T)
+        self._squares = (scaled**2).sum(axis=1)
+        self._largest = float(parameters["largest"])
+        self._one = list(
+            zip(self._low.tolist(), self._high.tolist(), self._scale.tolist(), strict=True)
+        )
+        self._row_of_points = np.ascontiguousarray(-2 * scaled)
+
+    def many(self, coordinates: Floats) -> Floats:
+        scaled = np.clip(coordinates, self._low, self._high) * self._scale
+        squared = scaled @ self._minus_two
+        squared += self._squares
+        squared += (scaled**2).sum(axis=1)[:, None]
+        distance = np.sqrt(np.maximum(squared, 0.0, out=squared), out=squared)
+        kernel = np.exp(-distance)
+        kernel *= distance + 1.0
+        return np.clip(kernel @ self._weights, -self._largest, self._largest)
+
+    def one(self, coordinates: Sequence[float]) -> float:
+        scaled = [
+            (low if x < low else high if x > high else x) * scale
+            for x, (low, high, scale) in zip(coordinates, self._one, strict=True)
+        ]
+        squared = self._row_of_points @ scaled
+        squared += self._squares
+        squared += sum([x * x for x in scaled])
+        distance = np.sqrt(np.maximum(squared, 0.0, squared), squared)
+        kernel = np.exp(-distance)
+        distance += 1.0
+        kernel *= distance
+        value = float(kernel.dot(self._weights))
+        return min(max(value, -self._largest), self._largest)
+
+
+def fit_process(
+    points: Floats, residuals: Floats, noise: Floats, earlier: Parameters | None
+) -> Parameters:
+    """What a process learns from `residuals`; length scales are those of `earlier`, if given."""
+    hyper = earlier["hyper"] if earlier is not None else _tuned(points, residuals, noise)
+    lengths = np.array(hyper["lengths"])
+    scaled = points * (_ROOT_3 / lengths)
+    distance = np.sqrt(((scaled[:, None, :] - scaled[None, :, :]) ** 2).sum(axis=2))
+    kernel = hyper["variance"] * (1 + distance) * np.exp(-distance)
+    kernel[np.diag_indices_from(kernel)] += hyper["noise"] + noise**2
+    weights = hyper["variance"] * np.linalg.solve(kernel, residuals)
+    return {
+        "hyper": hyper,
+        "points": points.tolist(),
+        "lengths": lengths.tolist(),
+        "weights": weights.tolist(),
+        "largest": float(np.abs(residuals).max()) + 1e-9,
+    }
+
+
+def _tuned(points: Floats, residuals: Floats, noise: Floats) -> dict[str, Any]:
+    """Variance, lengths and noise that make the residuals most likely."""
+    from sklearn.exceptions import ConvergenceWarning
+    from sklearn.gaussian_process import GaussianProcessRegressor
+    from sklearn.gaussian_process.kernels import ConstantKernel, Matern, WhiteKernel
+
+    if len(points) > _MOST_TO_TUNE:
+        chosen = np.linspace(0, len(points) - 1, _MOST_TO_TUNE).astype(int)
+        points, residuals, noise = points[chosen], residuals[chosen], noise[chosen]
+    moving = np.ptp(points, axis=0) > 0  # an axis along which nothing was measured says nothing
+    lengths = np.full(points.shape[1], _LENGTHS[1])
+    if not moving.any():
+        return {"variance": _VARIANCES[0], "lengths": lengths.tolist(), "noise": _NOISE[1]}
+    kernel = ConstantKernel(0.01, _VARIANCES) * Matern(
+        np.ones(moving.sum()), _LENGTHS, nu=1.5
+    ) + WhiteKernel(1e-4, _NOISE)
+    process = GaussianProcessRegressor(kernel, alpha=noise**2 + 1e-10)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)  # a length at its bound is an answer
+        process.fit(points[:, moving], residuals)
+    signal, white = process.kernel_.k1, process.kernel_.k2
+    lengths[moving] = signal.k2.length_scale
+    return {
+        "variance": float(signal.k1.constant_value),
+        "lengths": lengths.tolist(),
+        "noise": float(white.noise_level),
+    }
+
+
+# -- coordinates ----------------------------------------------------------------
+
+
+class Coordinates:
+    """Where rows lie: logarithms of features, per another feature, plus an offset."""
+
+    def __init__(
+        self, axes: Sequence[tuple[str, str | None, float]], features: tuple[str, ...]
+    ) -> None:
+        self._axes = [
+            (features.index(name), None if per is None else features.index(per), offset)
+            for name, per, offset in axes
+        ]
+
+    def many(self, rows: Floats) -> Floats:
+        columns = [
+            (rows[:, column] / rows[:, per] if per is not None else rows[:, column]) + offset
+            for column, per, offset in self._axes
+        ]
+        return np.log(np.column_stack(columns))
+
+    def one(self, row: Sequence[float]) -> list[float]:
+        return [
+            math.log((row[column] / row[per] if per is not None else row[column]) + offset)
+            for column, per, offset in self._axes
+        ]
+
+
+# -- the regressor --------------------------------------------------------------
+
+
+@model
+class Corrected(Regressor):
+    """The roofline with a Gaussian process on what it leaves over."""
+
+    name = "corrected"
+    kinds = ("tokens", "requests", "routing", "batch")
+
+    def fit(self, data: Training, earlier: Parameters | None = None) -> Parameters:
+        phases = phases_of(data.kind)
+        learned: dict[str, Any] = {}
+        apart: list[Floats] = []
+        for phase in phases:
+            us = np.zeros(len(data))
+            alone = pure(data, phase)
+            if alone.any():
+                before = earlier["phases"].get(phase.name) if earlier is not None else None
+                learned[phase.name] = _fit_phase(data.only(alone), phase, before)
+                part = _load_phase(learned[phase.name], phase, data.features)
+                some = present(data, phase)
+                us[some] = part.many(data.rows[some])
+            apart.append(us)
+        if not learned:
+            raise UnfitError("needs batches of one phase")
+        parameters: dict[str, Any] = {"kind": data.kind, "phases": learned}
+        if len(phases) > 1:
+            joint = fit_joint(data, *apart)
+            parameters["joint"] = joint.parameters
+            parameters["mixed"] = _fit_mixed(data, joint, apart, (earlier or {}).get("mixed"))
+        return parameters
+
+    def load(self, parameters: Parameters, features: tuple[str, ...]) -> Predictor:
+        phases = phases_of(parameters["kind"])
+        parts = [
+            _load_phase(parameters["phases"][phase.name], phase, features)
+            for phase in phases
+            if phase.name in parameters["phases"]
+        ]
+        if len(phases) == 1:
+            return PhasePredictor(parts, None)
+        joint = load_joint(parameters["joint"])
+        if parameters["mixed"] is None:
+            return PhasePredictor(parts, joint)
+        return _Mixed(parts, joint, Process(parameters["mixed"]), mixed_coordinates(features))
+
+
+def _fit_phase(data: Training, phase: Phase, earlier: Parameters | None) -> Parameters:
+    if len(data) < _FEWEST:
+        raise UnfitError(f"needs {_FEWEST} points of {phase.name}, has {len(data)}")
+    trend = fit_trend(data, phase)
+    residuals = np.log(data.us / load_trend(trend, data.features).many(data.rows))
+    points = Coordinates(phase.coordinates, data.features).many(data.rows)
+    before = earlier["process"] if earlier is not None else None
+    return {"trend": trend, "process": fit_process(points, residuals, data.noise, before)}
+
+
+def _load_phase(parameters: Parameters, phase: Phase, features: tuple[str, ...]) -> _CorrectedPart:
+    trend = load_trend(parameters["trend"], features)
+    return _CorrectedPart(trend, phase, features, Process(parameters["process"]))
+
+
+class _CorrectedPart(PhasePart):
+    def __init__(
+        self, trend: Trend, phase: Phase, features: tuple[str, ...], process: Process
+    ) -> None:
+        super().__init__(trend, phase, features)
+        self._process = process
+        self._coordinates = Coordinates(phase.coordinates, features)
+
+    def many(self, rows: Floats) -> Floats:
+        return super().many(rows) * np.exp(self._process.many(self._coordinates.many(rows)))
+
+    def one(self, row: Sequence[float]) -> float:
+        return super().one(row) * math.exp(self._process.one(self._coordinates.one(row)))
+
+
+# -- mixed batches --------------------------------------------------------------
+
+
+def mixed_coordinates(features: tuple[str, ...]) -> Coordinates:
+    """Both phases' axes, the number of prefills and the unevenness of decodes among them."""
+    axes = [axis for phase in phases_of("batch") for axis in phase.coordinates]
+    return Coordinates(axes, features)
+
+
+def _fit_mixed(
+    data: Training, joint: Joint, apart: list[Floats], earlier: Parameters | None
+) -> Parameters | None:
+    """What the joint rule leaves over in mixed batches; None where few were measured."""
+    both = (apart[0] > 0) & (apart[1] > 0)
+    if both.sum() < _FEWEST_MIXED:
+        return None
+    residuals = np.log(data.us[both] / joint.many(apart[0][both], apart[1][both]))
+    points = mixed_coordinates(data.features).many(data.rows[both])
+    return fit_process(points, residuals, data.noise[both], earlier)
+
+
+class _Mixed(PhasePredictor):
+    def __init__(
+        self, parts: Sequence[PhasePart], joint: Joint, process: Process, place: Coordinates
+    ) -> None:
+        super().__init__(parts, joint)
+        if len(parts) != 2:
+            raise ValueError("mixed batches need both phases")
+        self._process, self._place = process, place
+        self._columns = [part.column for part in parts if part.column is not None]
+
+    def many(self, rows: Floats) -> Floats:
+        us = super().many(rows)
+        both = (rows[:, self._columns] > 0).all(axis=1)
+        if both.any():
+            us[both] *= np.exp(self._process.many(self._place.many(rows[both])))
+        return us
+
+    def one(self, row: Sequence[float]) -> float:
+        us = super().one(row)
+        if row[self._columns[0]] > 0 and row[self._columns[1]] > 0:
+            us *= math.exp(self._process.one(self._place.one(row)))
+        return us

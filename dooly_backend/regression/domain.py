@@ -1,0 +1,100 @@
+"""The range that was measured: outside it a prediction says that it extrapolates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dooly_backend.errors import InputError
+from dooly_backend.regression.batches import Floats
+from dooly_backend.regression.models import Training
+from dooly_backend.workload import PointKind
+
+#: By kind: the parts of a batch, the feature that tells whether it has one (None: always),
+#: and the features that must lie in the measured range then.
+_PARTS: dict[PointKind, tuple[tuple[str, str | None, tuple[str, ...]], ...]] = {
+    "constant": (),
+    "tokens": (("tokens", None, ("num_tokens",)),),
+    "requests": (("requests", None, ("num_reqs",)),),
+    "routing": (("tokens", None, ("num_tokens", "experts")),),
+    "batch": (
+        (
+            "prefills",
+            "prefills",
+            ("prefill_tokens", "prefill_chunk_size", "prefill_history", "prefill_pairs"),
+        ),
+        (
+            "decodes",
+            "decodes",
+            ("decodes", "decode_context", "decode_longest", "decode_keys"),
+        ),
+    ),
+}
+
+
+class Domain:
+    """Bounds of features, of every part of a batch that was measured."""
+
+    def __init__(self, kind: PointKind, bounds: Mapping[str, Any], features: Sequence[str]) -> None:
+        """`bounds` as `domain_of` makes them. Raises KeyError, TypeError or ValueError for others."""
+        self.bounds = bounds
+        self._missing: list[tuple[str, int]] = []
+        self._boxes: list[tuple[int | None, list[tuple[int, float, float]]]] = []
+        for part, present, names in _PARTS[kind]:
+            column = None if present is None else features.index(present)
+            if bounds[part] is None:
+                assert column is not None
+                self._missing.append((part, column))
+                continue
+            limits = [
+                (features.index(name), float(bounds[part][name][0]), float(bounds[part][name][1]))
+                for name in names
+            ]
+            self._boxes.append((column, limits))
+
+    def outside(self, rows: Floats) -> NDArray[np.bool_]:
+        """Of each row, whether it extrapolates. Raises InputError for a part never measured."""
+        for part, column in self._missing:
+            if (rows[:, column] > 0).any():
+                raise _unmeasured(part)
+        result = np.zeros(len(rows), dtype=bool)
+        for column, limits in self._boxes:
+            outside = np.zeros(len(rows), dtype=bool)
+            for at, low, high in limits:
+                outside |= (rows[:, at] < low) | (rows[:, at] > high)
+            result |= outside if column is None else outside & (rows[:, column] > 0)
+        return result
+
+    def is_outside(self, row: Sequence[float]) -> bool:
+        """The same for one row."""
+        for part, column in self._missing:
+            if row[column] > 0:
+                raise _unmeasured(part)
+        for present, limits in self._boxes:
+            if present is None or row[present] > 0:
+                for at, low, high in limits:
+                    if not low <= row[at] <= high:
+                        return True
+        return False
+
+
+def domain_of(data: Training) -> dict[str, Any]:
+    """The bounds of measured points, as plain data; None for a part that no point has."""
+    bounds: dict[str, Any] = {}
+    for part, present, names in _PARTS[data.kind]:
+        some = data.column(present) > 0 if present is not None else np.ones(len(data), dtype=bool)
+        bounds[part] = None
+        if some.any():
+            columns = {name: data.column(name)[some] for name in names}
+            bounds[part] = {name: [float(c.min()), float(c.max())] for name, c in columns.items()}
+    return bounds
+
+
+def _unmeasured(part: str) -> InputError:
+    return InputError(
+        f"there are no measured {part} to predict from: run `dooly profile` again, "
+        "it continues where it stopped"
+    )
