@@ -8,6 +8,7 @@ from dooly_backend import __version__, console
 from dooly_backend.db_commands import db
 from dooly_backend.engine_commands import plan, profile, trace
 from dooly_backend.export_command import export
+from dooly_backend.fit_command import fit
 from dooly_backend.import_command import import_
 from dooly_backend.simulate_command import simulate
 from dooly_backend.validate_command import validate
@@ -63,7 +64,7 @@ def models(as_json: bool) -> None:
 
 # -- entry points -------------------------------------------------------------
 
-for command in (db, trace, plan, profile, export, import_, simulate, validate):
+for command in (db, trace, plan, profile, export, fit, import_, simulate, validate):
     cli.add_command(command)
 
 

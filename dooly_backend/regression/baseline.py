@@ -19,6 +19,7 @@ from collections.abc import Iterable, Sequence
 
 from dooly_backend.database.records import Measurement, Signature
 from dooly_backend.errors import InputError
+from dooly_backend.regression.features import expected_experts
 from dooly_backend.regression.interpolate import Curve, Estimate, Statistics, Surface
 from dooly_backend.workload import Batch, WorkloadPoint
 
@@ -96,11 +97,6 @@ class RoutingLatency(SignatureLatency):
         """The statistics where `num_experts` distinct experts fire for `num_tokens` tokens."""
         measured = (float(num_tokens), float(num_experts)) in self._measured
         return self._surface.at(num_tokens, num_experts), measured
-
-
-def expected_experts(num_tokens: int, experts: int, top_k: int) -> float:
-    """Distinct experts that fire when every token draws `top_k` of `experts` at random."""
-    return experts * (1 - (1 - top_k / experts) ** num_tokens)
 
 
 class BatchLatency(SignatureLatency):

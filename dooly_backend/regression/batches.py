@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -93,5 +94,23 @@ def keys_seen(window: float, query: Integers, context: Integers) -> Floats:
     return growing * c + growing * (growing + 1) / 2 + (q - growing) * np.minimum(window, c + q)
 
 
-def as_array(batches: BatchArray | Sequence[Batch]) -> BatchArray:
-    return batches if isinstance(batches, BatchArray) else BatchArray.of(batches)
+class Columns(Protocol):
+    """What has the arrays of a `BatchArray`; the simulation has records of its own."""
+
+    @property
+    def query(self) -> Any: ...
+
+    @property
+    def context(self) -> Any: ...
+
+    @property
+    def starts(self) -> Any: ...
+
+
+def as_array(batches: BatchArray | Columns | Sequence[Batch]) -> BatchArray:
+    """The batches as arrays, whatever form they come in. Raises InputError."""
+    if isinstance(batches, BatchArray):
+        return batches
+    if isinstance(batches, Sequence):
+        return BatchArray.of(batches)
+    return BatchArray(batches.query, batches.context, batches.starts)

@@ -29,7 +29,7 @@ class BundleError(InputError):
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
-    """Write `content`, which JSON can hold, in one go: a reader sees the old file or the new one."""
+    """Write `content`, which JSON can hold. A reader sees the old file or the new one."""
     text = json.dumps(content, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     packed = zlib.compress(text.encode(), level=6)
     whole = _head(hashlib.sha256(packed).hexdigest(), len(packed)) + packed + _TAIL
@@ -46,7 +46,9 @@ def read(path: Path) -> dict[str, Any]:
     try:
         whole = path.read_bytes()
     except FileNotFoundError:
-        raise BundleError(f"there is no bundle {path}: make one with `dooly fit -o {path}`") from None
+        raise BundleError(
+            f"there is no bundle {path}: make one with `dooly fit -o {path}`"
+        ) from None
     except OSError as error:
         raise BundleError(f"bundle {path} cannot be read: {error.strerror}") from error
     packed = _packed(whole, path)

@@ -39,7 +39,7 @@ class Domain:
     """Bounds of features, of every part of a batch that was measured."""
 
     def __init__(self, kind: PointKind, bounds: Mapping[str, Any], features: Sequence[str]) -> None:
-        """`bounds` as `domain_of` makes them. Raises KeyError, TypeError or ValueError for others."""
+        """`bounds` as `domain_of` makes them; KeyError, TypeError or ValueError for others."""
         self.bounds = bounds
         self._missing: list[tuple[str, int]] = []
         self._boxes: list[tuple[int | None, list[tuple[int, float, float]]]] = []
@@ -61,11 +61,11 @@ class Domain:
             if (rows[:, column] > 0).any():
                 raise _unmeasured(part)
         result = np.zeros(len(rows), dtype=bool)
-        for column, limits in self._boxes:
+        for part_of, limits in self._boxes:
             outside = np.zeros(len(rows), dtype=bool)
             for at, low, high in limits:
                 outside |= (rows[:, at] < low) | (rows[:, at] > high)
-            result |= outside if column is None else outside & (rows[:, column] > 0)
+            result |= outside if part_of is None else outside & (rows[:, part_of] > 0)
         return result
 
     def is_outside(self, row: Sequence[float]) -> bool:

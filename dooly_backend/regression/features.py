@@ -31,7 +31,7 @@ import numpy as np
 from dooly_backend.database.records import Signature
 from dooly_backend.errors import InputError
 from dooly_backend.regression.batches import BatchArray, Floats, keys_seen
-from dooly_backend.workload import PointKind, WorkloadPoint
+from dooly_backend.workload import Batch, PointKind, WorkloadPoint
 
 #: What of a signature features depend on; plain numbers, so that a bundle can hold them.
 Facts = Mapping[str, float]
@@ -117,9 +117,7 @@ def point_matrix(
     return np.column_stack(columns) if columns else np.empty((len(points), 0))
 
 
-def _batch(point: WorkloadPoint) -> Any:
-    from dooly_backend.workload import Batch
-
+def _batch(point: WorkloadPoint) -> Batch:
     if point.batch is not None:
         return point.batch
     if point.num_tokens is not None:
@@ -152,7 +150,7 @@ def facts_of(signature: Signature) -> dict[str, float]:
     return {}
 
 
-def expected_experts(num_tokens: Floats, experts: float, top_k: float) -> Floats:
+def expected_experts(num_tokens: Any, experts: float, top_k: float) -> Any:
     """Distinct experts that fire when every token draws `top_k` of `experts` at random."""
     return experts * (1 - (1 - top_k / experts) ** num_tokens)
 
@@ -183,11 +181,11 @@ def _experts(batches: BatchArray, facts: Facts) -> Floats:
 # -- attention: the prefills ----------------------------------------------------
 
 
-def _of_prefills(batches: BatchArray, values: Floats) -> Floats:
+def _of_prefills(batches: BatchArray, values: Any) -> Floats:
     return np.where(batches.is_decode, 0.0, values)
 
 
-def _of_decodes(batches: BatchArray, values: Floats) -> Floats:
+def _of_decodes(batches: BatchArray, values: Any) -> Floats:
     return np.where(batches.is_decode, values, 0.0)
 
 

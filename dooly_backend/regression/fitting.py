@@ -38,6 +38,7 @@ from dooly_backend.regression.prediction import SignaturePredictor
 _FOLDS = 10
 #: How much better than the baseline a regressor must be, in standard errors of the difference.
 _MARGIN = 0.5
+_WORTH = 1e-3  # and in its mean relative error
 
 
 @dataclass(frozen=True)
@@ -129,9 +130,7 @@ def fit_signatures(
             alike = [c.held_out for c in choices.values()]
         training = data[signature]
         spread = float(np.median([m.std_us / m.median_us for m in measured[signature]]))
-        interval = fit_interval(
-            choice.held_out, pooled_scores(alike), pooled_errors(alike), spread
-        )
+        interval = fit_interval(choice.held_out, pooled_scores(alike), pooled_errors(alike), spread)
         fitted[signature] = FittedSignature(
             signature,
             training.features,
@@ -147,9 +146,13 @@ def fit_signatures(
 
 
 def choose(data: Training, only: Iterable[str] = ()) -> Choice:
-    """The regressor that errs least at held-out points. Raises InputError where none fits."""
-    wanted = set(only)
-    candidates = [m for m in models.models_of(data.kind) if not wanted or m.name in wanted]
+    """The regressor that errs least at held-out points. Raises InputError where none fits.
+
+    Where none of `only` suits the signature's kind, it gets the baseline.
+    """
+    suiting = models.models_of(data.kind)
+    wanted = {models.get_model(name).name for name in only}
+    candidates = [m for m in suiting if m.name in wanted] or suiting[: 1 if wanted else None]
     folds = _folds(data)
     tried: dict[str, tuple[Parameters, HeldOut | None]] = {}
     reasons: list[str] = []
@@ -175,7 +178,7 @@ def choose(data: Training, only: Iterable[str] = ()) -> Choice:
 def cross_validate(
     regressor: Regressor, data: Training, folds: Sequence[Any], whole: Parameters
 ) -> HeldOut | None:
-    """Errors at every point, predicted from folds without it; None where a fold cannot be fitted."""
+    """Errors at every point, predicted without it; None where a fold cannot be fitted."""
     if not folds:
         return None
     predicted = np.empty(len(data))
@@ -221,4 +224,4 @@ def _is_better(candidate: HeldOut | None, baseline: HeldOut | None) -> bool:
     gain: Floats = (baseline.errors - candidate.errors)[scored]
     if len(gain) < 2:
         return False
-    return bool(gain.mean() > _MARGIN * gain.std(ddof=1) / np.sqrt(len(gain)))
+    return bool(gain.mean() > max(_WORTH, _MARGIN * gain.std(ddof=1) / np.sqrt(len(gain))))

@@ -66,7 +66,7 @@ class Grid:
 
 
 def _cells(knots: Floats, places: Floats) -> tuple[Any, Floats]:
-    """Of each place its cell and how far through it lies: 0 before the first knot, above 1 after."""
+    """Of each place its cell, and how far through it: 0 before the first knot, above 1 after."""
     if len(knots) == 1:
         return np.zeros(len(places), dtype=np.int64), np.zeros(len(places))
     low = np.clip(np.searchsorted(knots, places, side="right") - 1, 0, len(knots) - 2)

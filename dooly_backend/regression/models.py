@@ -36,7 +36,6 @@ GROUP = "dooly.regression"
 Parameters = Mapping[str, Any]
 
 
-
 class UnfitError(Exception):
     """These measurements cannot be learned by this regressor: too few, or of another shape."""
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dooly_backend.errors import InputError
-from dooly_backend.regression.batches import BatchArray, Floats, as_array
+from dooly_backend.regression.batches import BatchArray, Columns, Floats, as_array
 from dooly_backend.regression.domain import Domain
 from dooly_backend.regression.features import Facts, Feature, matrix, point_matrix
 from dooly_backend.regression.intervals import Interval, is_along_feature, places_of
@@ -91,11 +91,11 @@ class SignaturePredictor:
         """The times alone."""
         return self._predictor.many(rows)
 
-    def rows(self, batches: BatchArray | Sequence[Batch]) -> Floats:
+    def rows(self, batches: BatchArray | Columns | Sequence[Batch]) -> Floats:
         """The features of batches: a row for each."""
         return matrix(self.features, as_array(batches), self.facts)
 
-    def predict_batches(self, batches: BatchArray | Sequence[Batch]) -> Prediction:
+    def predict_batches(self, batches: BatchArray | Columns | Sequence[Batch]) -> Prediction:
         """For each batch. Experts are those expected under uniform routing."""
         return self.predict_rows(self.rows(batches))
 

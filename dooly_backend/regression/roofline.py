@@ -33,7 +33,7 @@ from dooly_backend.regression.models import (
 )
 from dooly_backend.workload import PointKind
 
-_KNEES = 4  # per term that has them
+_KNEES = 4  # of each term that has them
 _FEWEST = 3  # points that a trend needs
 
 
@@ -56,9 +56,7 @@ class Phase:
 
 
 PHASES: dict[PointKind, tuple[Phase, ...]] = {
-    "tokens": (
-        Phase("all", None, ("num_tokens",), ("num_tokens",), (("num_tokens", None, 0.0),)),
-    ),
+    "tokens": (Phase("all", None, ("num_tokens",), ("num_tokens",), (("num_tokens", None, 0.0),)),),
     "requests": (Phase("all", None, ("num_reqs",), ("num_reqs",), (("num_reqs", None, 0.0),)),),
     "routing": (
         Phase(
@@ -77,7 +75,7 @@ PHASES: dict[PointKind, tuple[Phase, ...]] = {
             ("prefill_tokens", "prefill_pairs"),
             (
                 ("prefill_tokens", None, 0.0),
-                ("prefill_pairs", "prefill_tokens", 64.0),
+                ("prefill_query_context", "prefill_tokens", 64.0),
                 ("prefills", None, 0.0),
             ),
         ),
@@ -159,6 +157,8 @@ def fit_trend(data: Training, phase: Phase) -> Parameters:
     names: list[str] = []
     bounds: list[tuple[float, float]] = []
     for name in phase.terms:
+        if np.ptp(data.column(name)) == 0:
+            continue  # what never varies cannot be told from the launch: it is no cost of its own
         names.append(name)
         bounds.append((0.0, ENDLESS))
         if name in phase.bent:
@@ -201,7 +201,7 @@ def _knees(values: Floats) -> list[float]:
 
 @dataclass(frozen=True)
 class Joint:
-    """Two phases in one batch: the longer one and ``share`` of what the shorter adds to `launch`."""
+    """Two phases in one batch: the longer, and a share of the shorter beyond a launch."""
 
     launch: float
     share: float

@@ -14,7 +14,7 @@ _DIGEST_SHOWN = 12
 _DIGEST_SHORTEST = 6  # hex digits that select by digest
 
 # What tells two configurations of one model apart, besides the contents of its config.
-_TELLING = tuple(
+TELLING = tuple(
     field.name
     for field in fields(Configuration)
     if field.name not in ("model", "hf_config", "facts")
@@ -49,7 +49,7 @@ def select(
         raise _unmeasured(database, configurations, environments)
     chosen = {configuration_id for configuration_id, _ in complete}
     if len(chosen) > 1:
-        choices = _tell_apart([configurations[i] for i in sorted(chosen)])
+        choices = tell_apart([configurations[i] for i in sorted(chosen)])
         raise InputError(
             f"database {database.path} holds {len(chosen)} configurations that fit: "
             f"{'; '.join(choices)}: say which one, by model, by what differs, or by digest"
@@ -63,19 +63,56 @@ def select(
     return complete[0]
 
 
+def select_all(
+    database: Database, models: Sequence[str] = (), environment: str | None = None
+) -> tuple[list[int], int]:
+    """Row ids of all configurations that are measured to the end in one environment, and its id.
+
+    `models` are names, last parts of names, or digests; none: every model.
+    Raises InputError where a model has no such configuration, or where several
+    environments would do.
+    """
+    named = [_matching_configurations(database, model, {}) for model in models or (None,)]
+    environments = _matching_environments(database, environment)
+    coverage = database.coverage()
+    chosen: dict[int, None] = {}  # in the database's order of each name
+    places: set[int] = set()
+    for configurations in named:
+        complete = {
+            configuration_id: [
+                place.environment_id
+                for place in coverage.get(configuration_id, ())
+                if place.complete and place.environment_id in environments
+            ]
+            for configuration_id in configurations
+        }
+        complete = {i: found for i, found in complete.items() if found}
+        if not complete:
+            raise _unmeasured(database, configurations, environments)
+        chosen |= dict.fromkeys(complete)
+        places.update(i for found in complete.values() for i in found)
+    if len(places) > 1:
+        choices = "; ".join(_place(environments[i]) for i in sorted(places))
+        raise InputError(
+            f"database {database.path} has measurements of {len(places)} environments: "
+            f"{choices}: choose one with --environment DEVICE or its digest"
+        )
+    return list(chosen), places.pop()
+
+
 def _matching_configurations(
     database: Database, model: str | None, filters: Mapping[str, Any]
 ) -> dict[int, Configuration]:
-    unknown = sorted(set(filters) - set(_TELLING))
+    unknown = sorted(set(filters) - set(TELLING))
     if unknown:
-        raise TypeError(f"configurations have no {', '.join(unknown)}: {', '.join(_TELLING)}")
+        raise TypeError(f"configurations have no {', '.join(unknown)}: {', '.join(TELLING)}")
     stored = database.configurations()
     if not stored:
         raise UnmeasuredError(
             f"database {database.path} holds no configuration: "
             f"run `dooly profile MODEL --db {database.path}` first"
         )
-    named = {i: c for i, c in stored.items() if model is None or _is_called(c, model)}
+    named = {i: c for i, c in stored.items() if model is None or is_called(c, model)}
     if not named:
         names = ", ".join(sorted({c.model for c in stored.values()}))
         raise UnmeasuredError(
@@ -86,7 +123,7 @@ def _matching_configurations(
     fitting = {i: c for i, c in named.items() if all(getattr(c, n) == v for n, v in wanted.items())}
     if not fitting:
         asked = ", ".join(f"{name}={value}" for name, value in wanted.items())
-        choices = _tell_apart(list(named.values()), always=tuple(wanted))
+        choices = tell_apart(list(named.values()), always=tuple(wanted))
         raise UnmeasuredError(
             f"database {database.path} has no configuration with {asked}, only "
             f"{'; '.join(choices)}: run `dooly profile` with these options first"
@@ -94,7 +131,7 @@ def _matching_configurations(
     return fitting
 
 
-def _is_called(configuration: Configuration, name: str) -> bool:
+def is_called(configuration: Configuration, name: str) -> bool:
     """By the model's name, its last part, or the configuration's digest."""
     names = {configuration.model, configuration.model.rstrip("/").rsplit("/", 1)[-1]}
     by_digest = len(name) >= _DIGEST_SHORTEST and configuration.digest.startswith(name.lower())
@@ -152,11 +189,11 @@ def _place(environment: Environment) -> str:
     )
 
 
-def _tell_apart(configurations: Sequence[Configuration], always: tuple[str, ...] = ()) -> list[str]:
+def tell_apart(configurations: Sequence[Configuration], always: tuple[str, ...] = ()) -> list[str]:
     """A line for each, with the fields in which they differ and the digest."""
     differing = [
         name
-        for name in _TELLING
+        for name in TELLING
         if name in always or len({getattr(c, name) for c in configurations}) > 1
     ]
     lines = []
