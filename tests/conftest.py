@@ -166,11 +166,12 @@ class Elsewhere:
     smollm: dict[str, tuple[str, str]]  # other limits, threads and number of layers
     tiny: dict[str, tuple[str, str]]
     changed: dict[str, tuple[str, str]]  # `tiny` with another epsilon and another window
+    swapped: dict[str, tuple[str, str]]  # `tiny` with full and sliding layers in the other order
 
 
 @pytest.fixture(scope="session")
 def elsewhere(needs_engine: None) -> Elsewhere:
-    """Three models, one after the other in one process: an engine can be closed and followed."""
+    """Four models, one after the other in one process: an engine can be closed and followed."""
     runs = [
         {
             "model": "smollm-135m",
@@ -183,6 +184,11 @@ def elsewhere(needs_engine: None) -> Elsewhere:
         {
             "model": "tiny",
             "hf_config": TINY | {"rms_norm_eps": 1e-5, "sliding_window": 256},
+            "layers": 3,
+        },
+        {
+            "model": "tiny",
+            "hf_config": TINY | {"layer_types": ["full_attention", "sliding_attention"] * 2},
             "layers": 3,
         },
     ]

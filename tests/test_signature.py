@@ -119,6 +119,15 @@ def test_attributes_that_matter(elsewhere: Elsewhere) -> None:
     assert elsewhere.tiny[sliding][0] != elsewhere.tiny[full][0]
 
 
+def test_they_do_not_depend_on_the_order_of_layers(elsewhere: Elsewhere) -> None:
+    """Sliding, full, sliding against full, sliding, full."""
+    hashes = {digest for digest, _ in elsewhere.tiny.values()}
+    assert {digest for digest, _ in elsewhere.swapped.values()} == hashes
+    first, second = ATTENTION[:2]
+    assert elsewhere.swapped[first] == elsewhere.tiny[second]
+    assert elsewhere.swapped[second] == elsewhere.tiny[first]
+
+
 def test_nothing_of_the_request_or_the_machine(signed: Signed, trace: Trace) -> None:
     tokens, requests, context = trace.num_tokens, trace.num_reqs, sizes_module.CONTEXT
     forbidden = {tokens, requests, requests + 1, context, context + 1, tokens - requests + 1}
