@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import importlib.util
-import io
-import lzma
 from pathlib import Path
 
 import pytest
@@ -44,23 +41,6 @@ def one_request(export: Path) -> integration.VidurResult:
     return integration.run_vidur(export, 1, prefill_tokens=PREFILL, decode_tokens=DECODE)
 
 
-def double_times(export: Path) -> None:
-    """Multiply every time in the export's tables by two, in place."""
-    tables = [*export.rglob("*.csv"), *export.rglob("*.csv.xz")]
-    for path in tables:
-        packed = path.suffix == ".xz"
-        data = lzma.decompress(path.read_bytes()) if packed else path.read_bytes()
-        header, *rows = csv.reader(io.StringIO(data.decode()))
-        times = [i for i, column in enumerate(header) if column.startswith("time_stats.")]
-        for row in rows:
-            for index in times:
-                row[index] = repr(2 * float(row[index]))
-        text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerows([header, *rows])
-        data = text.getvalue().encode()
-        path.write_bytes(lzma.compress(data) if packed else data)
-
-
 def test_one_request_takes_what_the_model_says_and_twice_that(
     model: LatencyModel, exported: Path
 ) -> None:
@@ -70,7 +50,7 @@ def test_one_request_takes_what_the_model_says_and_twice_that(
     steps = [model.step_us(Batch.decode(1, PREFILL + n)) / 1e6 for n in range(DECODE - 1)]
     assert result.tpot_s[0] == pytest.approx(sum(steps) / len(steps), rel=0.01)
 
-    double_times(exported)
+    fixture.double_times(exported)
     doubled = one_request(exported)
     assert doubled.ttft_s[0] == pytest.approx(2 * result.ttft_s[0], rel=0.01)
     assert doubled.tpot_s[0] == pytest.approx(2 * result.tpot_s[0], rel=0.01)

@@ -2,13 +2,16 @@
 
     python -m integration.vidur.run EXPORT [--requests 20] [--python PYTHON] [--json]
 
-Vidur must be installed in PYTHON, by default the Python that runs this.
+Vidur must be installed in PYTHON, by default the Python that runs this. An
+export in layout repo needs microsoft/vidur: a clone that ``--checkout`` names,
+or VIDUR_REPO does, where PYTHON has what it imports.
 """
 
 from __future__ import annotations
 
 import csv
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -26,6 +29,7 @@ from dooly_backend.errors import DoolyError, InputError
 from dooly_backend.exporters import read_manifest
 
 LAUNCHER = "run_vidur.py"
+CHECKOUT_VARIABLE = "VIDUR_REPO"
 TTFT_COLUMN = "prefill_e2e_time"
 TPOT_COLUMN = "decode_time_execution_plus_preemption_normalized"
 TIMEOUT_S = 900
@@ -79,14 +83,16 @@ def run_vidur(
     qps: float = 1.0,
     seed: int = 42,
     python: str = sys.executable,
+    checkout: Path | None = None,
     extra: Sequence[str] = (),
     timeout_s: float = TIMEOUT_S,
 ) -> VidurResult:
     """Vidur's times for `requests` equal requests that arrive at `qps` on average.
 
-    Lengths are the export's own defaults unless given; `extra` are options of
-    vidur.main. Raises InputError when `export` is none, when Vidur is missing
-    in `python`, or when it fails.
+    Lengths are the export's own defaults unless given; `checkout` is a clone to
+    run in place of the installed release; `extra` are options of vidur.main.
+    Raises InputError when `export` is none, when Vidur is missing in `python`,
+    or when it fails.
     """
     manifest = read_manifest(export)
     if manifest.get("format") != "vidur":
@@ -102,7 +108,8 @@ def run_vidur(
     given = [text for k, v in options.items() if v is not None for text in (f"--{k}", str(v))]
     with tempfile.TemporaryDirectory(prefix="dooly-vidur-") as output:
         command = [python, str(export / LAUNCHER), *given, "--metrics_config_output_dir", output]
-        _run([*command, *extra], timeout_s)
+        environment = _environment(checkout, Path(output) / "path")
+        _run([*command, *extra], environment, timeout_s)
         rows = _request_metrics(Path(output))
     return VidurResult(
         ttft_s=tuple(float(row[TTFT_COLUMN]) for row in rows),
@@ -113,9 +120,29 @@ def run_vidur(
     )
 
 
-def _run(command: list[str], timeout_s: float) -> None:
+def _environment(checkout: Path | None, folder: Path) -> dict[str, str]:
+    """This process's, with `checkout` before an installed Vidur.
+
+    The clone has no ``__init__.py``, so an installed package would win over it
+    wherever it is: `folder` gets a package whose modules are the clone's.
+    """
+    environment = dict(os.environ)
+    if checkout is None:
+        return environment
+    package = checkout.resolve() / "vidur"
+    if not (package / "main.py").is_file():
+        raise InputError(f"{checkout} is no clone of microsoft/vidur: it has no vidur/main.py")
+    (folder / "vidur").mkdir(parents=True)
+    (folder / "vidur" / "__init__.py").write_text(f"__path__ = [{str(package)!r}]\n", "utf-8")
+    paths = (str(folder), environment.get("PYTHONPATH", ""))
+    return environment | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+
+
+def _run(command: list[str], environment: dict[str, str], timeout_s: float) -> None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=timeout_s, env=environment
+        )
     except OSError as error:
         raise InputError(f"cannot run {command[0]}: {error.strerror}") from None
     except subprocess.TimeoutExpired:
@@ -161,12 +188,26 @@ def show(result: VidurResult, console: Console) -> None:
 @click.option("--qps", default=1.0, show_default=True, type=click.FloatRange(0, min_open=True))
 @click.option("--seed", default=42, show_default=True)
 @click.option("--python", default=sys.executable, help="A Python that has Vidur.")
+@click.option(
+    "--checkout",
+    type=click.Path(path_type=Path),
+    help="A clone of microsoft/vidur. [default: of an export in layout repo $VIDUR_REPO]",
+)
 @click.option("--json", "as_json", is_flag=True, help="One line of JSON on stdout.")
 @click.argument("extra", nargs=-1, type=click.UNPROCESSED)
-def main(export: Path, as_json: bool, extra: tuple[str, ...], **options: Any) -> None:
+def main(
+    export: Path,
+    as_json: bool,
+    checkout: Path | None,
+    extra: tuple[str, ...],
+    **options: Any,
+) -> None:
     """Run Vidur on EXPORT and print its TTFT and TPOT. EXTRA are options of vidur.main."""
     try:
-        result = run_vidur(export, extra=extra, **options)
+        if checkout is None and read_manifest(export).get("layout") == "repo":
+            name = os.environ.get(CHECKOUT_VARIABLE)
+            checkout = Path(name) if name else None
+        result = run_vidur(export, checkout=checkout, extra=extra, **options)
     except DoolyError as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(error.exit_code)
