@@ -179,7 +179,7 @@ def run_sweep(
     while work.points:
         with closing(sharing.turns(work.by_batch, progress.advance)) as turns:
             for batch, keys in turns:
-                found = _measure_batch(engine, timer, batch, keys, signed, regime)
+                found = measure_batch(engine, timer, batch, keys, signed, regime)
                 for key in keys:
                     signature = by_hash[key[0]]
                     if isinstance(found, str):
@@ -195,7 +195,7 @@ def run_sweep(
     return done
 
 
-def _measure_batch(
+def measure_batch(
     engine: Engine,
     timer: Timer,
     batch: Batch,
@@ -203,7 +203,10 @@ def _measure_batch(
     signed: Mapping[Entry, Signature],
     regime: Regime,
 ) -> dict | str:
-    """Measurements of `keys` in one captured step, or the reason why it cannot run."""
+    """Measurements of `keys` in one captured step, or the reason why it cannot run.
+
+    `signed` are all calls of a step, with their signatures.
+    """
     entries = list(signed)
     try:
         with captured(engine, batch, [*(entry.key for entry in entries), WHOLE]) as captured_calls:

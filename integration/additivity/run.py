@@ -3,9 +3,11 @@
     python -m integration.additivity.run [MODEL] [--layers 4] [--threads 1] [-o results]
 
 For every batch the calls of one step are timed alone in Dooly's regime, and
-live steps of the same batch are timed between them. Nothing is fitted: the
-first figure is the forward pass alone, the second the whole step, whose own
-cost is not in the operations. Writes additivity.csv and prints a table.
+live steps of the same batch are timed between them, in rounds; what is compared
+are the two of a round, so that a slow drift of the host is in both. Nothing is
+fitted to the forward pass. What the whole step costs beyond its operations is
+fitted to every second batch and judged on the others, and the other way round.
+Writes additivity.csv and prints a table.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dooly_backend.config import RunOptions, load_model
-from dooly_backend.database.records import Signature
+from dooly_backend.database.records import Signature, StepMeasurement
 from dooly_backend.engines import Engine, boot
 from dooly_backend.errors import DoolyError
 from dooly_backend.operations.callgraph import signatures
@@ -33,11 +36,17 @@ from dooly_backend.operations.runnable import Entry, RunnableSet, resolve
 from dooly_backend.profiling.measure import Regime, measure, step_samples
 from dooly_backend.profiling.profiler import subject_of
 from dooly_backend.profiling.timer import Timer, quiet_process, timer_for
+from dooly_backend.regression.step_cost import fit_step_cost
 from dooly_backend.tracing.trace import Trace
 from dooly_backend.tracing.tracer import trace_model
 from dooly_backend.workload import Batch, WorkloadPoint
 
 Hook = Callable[..., None]
+
+#: Turns of isolated calls and live steps, samples of each in a turn.
+ROUNDS, REPEATS = 3, 3
+#: Steps of few tokens are short, and noise is a larger part of them: more turns.
+SHORT, SHORT_ROUNDS = 64, 8
 
 BATCHES = [
     Batch.prefill(48),
@@ -46,14 +55,20 @@ BATCHES = [
     Batch.prefill(768),
     Batch.prefill(200, 300),
     Batch.prefill(100, count=3),
+    Batch.prefill(96),
+    Batch.prefill(512),
     Batch.decode(1, 300),
     Batch.decode(2, 900),
     Batch.decode(6, 200),
     Batch.decode(12, 700),
     Batch.decode(24, 400),
+    Batch.decode(4, 500),
+    Batch.decode(16, 1000),
+    Batch.decode(32, 150),
     Batch.prefill(150) + Batch.decode(8, 500),
     Batch.prefill(400) + Batch.decode(16, 300),
     Batch.prefill(64, 640) + Batch.decode(3, 1000),
+    Batch.prefill(256) + Batch.decode(4, 800),
 ]
 
 
@@ -70,7 +85,11 @@ GPU_BATCHES = [
 
 @dataclass(frozen=True)
 class Row:
-    """One batch. Times are medians in microseconds."""
+    """One batch. Times are medians over the rounds, in microseconds.
+
+    `forward_error` is the percentage by which the isolated calls of a round
+    differ from its live forward pass, the median over the rounds.
+    """
 
     batch: str
     phase: str
@@ -78,11 +97,7 @@ class Row:
     forward_isolated_us: float
     step_live_us: float
     step_isolated_us: float
-
-    @property
-    def forward_error(self) -> float:
-        """Percent by which the isolated calls differ from the live forward pass."""
-        return 100 * (self.forward_isolated_us / self.forward_live_us - 1)
+    forward_error: float
 
 
 class _ForwardClock:
@@ -151,46 +166,93 @@ class _ForwardClock:
         return before, after
 
 
+@dataclass(frozen=True)
+class _Round:
+    """One turn of isolated calls and of live steps; microseconds."""
+
+    forward_live: float
+    forward_isolated: float
+    step_live: float
+    step_isolated: float
+
+
 def compare(engine: Engine, timer: Timer, batch: Batch, signed: dict[Entry, Signature]) -> Row:
-    """One batch: three rounds of isolated calls, with live steps between them."""
-    isolated: dict[str, list[float]] = {}
-    live: list[float] = []
-    clock = _ForwardClock(engine, timer, batch)
-    entries = list(signed)
-    for _ in range(3):
-        with captured(engine, batch, [*(e.key for e in entries), WHOLE]) as captured_calls:
-            calls, whole = without_whole(captured_calls)
-            subjects = {
-                (signature.hash, WorkloadPoint.of(signature.kind, batch)): subject_of(
-                    signature.hash, entries, signed, calls
-                )
-                for signature in set(signed.values())
-            }
-            regime = Regime(repeats=3, rounds=1)
-            for key, measurement in measure(engine, timer, subjects, regime, whole).items():
-                isolated.setdefault(key[0], []).extend(measurement.samples_us)
-        with clock.running():
-            live += step_samples(engine, timer, batch, engine.num_layers, 3)
-    medians = {key: statistics.median(samples) for key, samples in isolated.items()}
-    in_model = [e for e in entries if e.path.startswith("model")]
-    # Each call of live_steps warms up once before the steps that it returns.
-    forward = [t for i, t in enumerate(clock.times_us) if i % (len(clock.times_us) // 3) != 0]
+    """One batch: rounds of isolated calls, with live steps between them."""
+    is_short = engine.environment.device_kind == "cpu" and batch.num_tokens <= SHORT
+    count = SHORT_ROUNDS if is_short else ROUNDS
+    rounds = [_round(engine, timer, batch, signed) for _ in range(count)]
+
+    def median(of: Callable[[_Round], float]) -> float:
+        return statistics.median(map(of, rounds))
+
     return Row(
         batch.key,
         "mixed" if batch.decodes and batch.prefills else "decode" if batch.decodes else "prefill",
-        statistics.median(forward),
-        sum(medians[signed[e].hash] for e in in_model),
+        median(lambda r: r.forward_live),
+        median(lambda r: r.forward_isolated),
+        median(lambda r: r.step_live),
+        median(lambda r: r.step_isolated),
+        100 * (median(lambda r: r.forward_isolated / r.forward_live) - 1),
+    )
+
+
+def _round(engine: Engine, timer: Timer, batch: Batch, signed: dict[Entry, Signature]) -> _Round:
+    entries = list(signed)
+    clock = _ForwardClock(engine, timer, batch)
+    with captured(engine, batch, [*(e.key for e in entries), WHOLE]) as captured_calls:
+        calls, whole = without_whole(captured_calls)
+        subjects = {
+            (signature.hash, WorkloadPoint.of(signature.kind, batch)): subject_of(
+                signature.hash, entries, signed, calls
+            )
+            for signature in set(signed.values())
+        }
+        measured = measure(engine, timer, subjects, Regime(repeats=REPEATS, rounds=1), whole)
+    with clock.running():
+        live = step_samples(engine, timer, batch, engine.num_layers, REPEATS)
+    medians = {key[0]: measurement.median_us for key, measurement in measured.items()}
+    return _Round(
+        statistics.median(clock.times_us[1:]),  # the first one warms up
+        sum(medians[signed[e].hash] for e in entries if e.path.startswith("model")),
         statistics.median(live),
         sum(medians[signed[e].hash] for e in entries),
     )
 
 
-def show(rows: list[Row], title: str) -> Table:
-    """The rows and, by phase, the mean absolute and the worst error of the forward pass."""
-    table = Table(
-        "batch", "forward live", "isolated", "error", "step live", "operations", title=title
-    )
+def whole_steps(rows: Sequence[Row], layers: int) -> list[float]:
+    """The whole step of every row, microseconds, with a cost fitted to rows that it is not among.
+
+    Every second row of a phase is one half; each half is predicted from the
+    fit to the other.
+    """
+    turns: Counter[str] = Counter()
+    halves = []
     for row in rows:
+        halves.append(turns[row.phase] % 2)
+        turns[row.phase] += 1
+    steps = [
+        StepMeasurement(Batch.parse(r.batch), layers, (r.step_live_us,), r.step_isolated_us)
+        for r in rows
+    ]
+    costs = [
+        fit_step_cost([step for step, of in zip(steps, halves, strict=True) if of != half])
+        for half in (0, 1)
+    ]
+    return [
+        step.operations_us + costs[half].time_us(layers, step.batch.num_reqs)
+        for step, half in zip(steps, halves, strict=True)
+    ]
+
+
+def show(rows: list[Row], title: str, steps: Sequence[float] = ()) -> Table:
+    """The rows and, by phase, the mean absolute and the worst errors.
+
+    `steps` are predictions of the whole steps, where there are any.
+    """
+    heads = ["batch", "forward live", "isolated", "error", "step live", "operations"]
+    table = Table(*heads, *(["predicted", "error"] if steps else []), title=title)
+    errors = step_errors(rows, steps)
+    for i, row in enumerate(rows):
         table.add_row(
             row.batch,
             f"{row.forward_live_us:.0f}",
@@ -198,13 +260,25 @@ def show(rows: list[Row], title: str) -> Table:
             f"{row.forward_error:+.1f}%",
             f"{row.step_live_us:.0f}",
             f"{row.step_isolated_us:.0f}",
+            *([f"{steps[i]:.0f}", f"{errors[i]:+.1f}%"] if steps else []),
         )
     for phase in ("prefill", "decode", "mixed"):
-        errors = [abs(row.forward_error) for row in rows if row.phase == phase]
-        if errors:
-            figures = f"{statistics.fmean(errors):.1f}% / {max(errors):.1f}%"
-            table.add_row(f"{phase}: mean / worst", "", "", figures, "", "", style="bold")
+        of_phase = [i for i, row in enumerate(rows) if row.phase == phase]
+        if of_phase:
+            forward = _figures(abs(rows[i].forward_error) for i in of_phase)
+            whole = ["", _figures(abs(errors[i]) for i in of_phase)] if steps else []
+            table.add_row(f"{phase}: mean / worst", "", "", forward, "", "", *whole, style="bold")
     return table
+
+
+def step_errors(rows: Sequence[Row], steps: Sequence[float]) -> list[float]:
+    """Percent by which the predicted whole steps differ from the live ones."""
+    return [100 * (us / row.step_live_us - 1) for row, us in zip(rows, steps, strict=False)]
+
+
+def _figures(errors: Iterable[float]) -> str:
+    values = list(errors)
+    return f"{statistics.fmean(values):.1f}% / {max(values):.1f}%"
 
 
 def measure_rows(
@@ -218,10 +292,12 @@ def measure_rows(
         return [compare(engine, timer, batch, signed) for batch in fitting]
 
 
-def write(rows: Sequence[Row], path: Path) -> None:
-    """The rows as CSV."""
+def write(rows: Sequence[Row], path: Path, steps: Sequence[float] = ()) -> None:
+    """The rows as CSV, with predictions of the whole steps where there are any."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    frame = pd.DataFrame([asdict(row) | {"forward_error": row.forward_error} for row in rows])
+    frame = pd.DataFrame([asdict(row) for row in rows])
+    if steps:
+        frame = frame.assign(step_predicted_us=steps, step_error=step_errors(rows, steps))
     frame.round(2).to_csv(path, index=False)
 
 
@@ -230,8 +306,16 @@ def write(rows: Sequence[Row], path: Path) -> None:
 @click.option("--layers", default=4, show_default=True, type=click.IntRange(1))
 @click.option("--backend", help="The attention backend.")
 @click.option("--threads", default=1, show_default=True, type=click.IntRange(1))
+@click.option("--most-tokens", type=click.IntRange(1), help="Leave out larger steps.")
 @click.option("-o", "--out", type=click.Path(path_type=Path), help="Folder for additivity.csv.")
-def main(model: str, layers: int, backend: str | None, threads: int, out: Path | None) -> None:
+def main(
+    model: str,
+    layers: int,
+    backend: str | None,
+    threads: int,
+    most_tokens: int | None,
+    out: Path | None,
+) -> None:
     """Compare MODEL's live steps with the sums of its isolated calls."""
     try:
         options = RunOptions(
@@ -249,14 +333,17 @@ def main(model: str, layers: int, backend: str | None, threads: int, out: Path |
     trace = trace_model(engine)
     environment = engine.environment
     batches = GPU_BATCHES if environment.device_kind == "cuda" else BATCHES
+    batches = [b for b in batches if b.num_tokens <= (most_tokens or b.num_tokens)]
     rows = measure_rows(engine, trace, resolve(trace, engine), batches)
     title = (
         f"{options.model.name}, {engine.configuration.backend}, {layers} layers, "
         f"{environment.device}, {environment.engine} {environment.engine_version}; microseconds"
     )
-    Console(width=110).print(show(rows, title))
+    # A GPU computes while its host prepares: whole steps there are no sum.
+    steps = whole_steps(rows, layers) if environment.device_kind == "cpu" else []
+    Console(width=120).print(show(rows, title, steps))
     if out is not None:
-        write(rows, out / "additivity.csv")
+        write(rows, out / "additivity.csv", steps)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,183 @@
+"""What the device and the host were like while something was measured.
+
+Clock, temperature and reasons to run slower of a GPU, as its driver tells
+them; how many processors other processes kept busy, of a CPU. A reading costs
+a fraction of a millisecond and is taken between captured steps, never during a
+sample.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+#: NVML's reasons for a lower clock (nvml.h, nvmlClocksThrottleReason*). Of these only the
+#: last ones say that a measurement is not what the device does when it is well: a power cap
+#: is a part of heavy work, and an idle device has no reason to be fast.
+_REASONS = {
+    0x4: "power cap",
+    0x8: "hardware slowdown",
+    0x20: "software thermal slowdown",
+    0x40: "hardware thermal slowdown",
+    0x80: "power brake",
+}
+_SUSPICIOUS = frozenset(_REASONS.values()) - {"power cap"}
+_QUERY = "clocks.sm,temperature.gpu,clocks_throttle_reasons.active"
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """Of one captured step's measurements; None where the system does not tell."""
+
+    clock_mhz: float | None = None  # of the streaming multiprocessors
+    temperature_c: float | None = None
+    throttled: frozenset[str] = frozenset()
+    others: float | None = None  # processors that other processes kept busy, on average
+    suspicious: str | None = None  # why these measurements should not be trusted
+
+
+class Watch(ABC):
+    """Watches one device: `begin` ahead of measurements, `end` behind them."""
+
+    @abstractmethod
+    def begin(self) -> None: ...
+
+    @abstractmethod
+    def end(self) -> Conditions: ...
+
+
+class CpuWatch(Watch):
+    """Other processes' share of the processors, from what the kernel counts.
+
+    Suspicious is a host whose processors were all taken: `threads` of this
+    process and the others together need more than there are.
+    """
+
+    #: Interrupts and the like need no whole processor.
+    SLACK = 0.25
+
+    def __init__(self, threads: int, stat: Path = Path("/proc/stat")) -> None:
+        self._threads = threads
+        self._stat = stat
+        self._cpus = os.cpu_count() or 1
+        self._before: tuple[float, float, float] | None = None
+
+    def begin(self) -> None:
+        self._before = self._times()
+
+    def end(self) -> Conditions:
+        now = self._times()
+        if now is None or self._before is None:
+            return Conditions()
+        clock, busy, own = (after - before for after, before in zip(now, self._before, strict=True))
+        if clock <= 0:
+            return Conditions()
+        others = max(0.0, (busy - own) / clock)
+        taken = others + self._threads > self._cpus + self.SLACK
+        reason = f"other processes kept {others:.1f} processors busy" if taken else None
+        return Conditions(others=others, suspicious=reason)
+
+    def _times(self) -> tuple[float, float, float] | None:
+        """Seconds: the clock, all processors' work, this process's work."""
+        try:
+            first = self._stat.read_text().splitlines()[0].split()
+        except OSError:  # not Linux
+            return None
+        user, nice, system, _idle, _wait, irq, softirq, steal = map(int, first[1:9])
+        ticks = user + nice + system + irq + softirq + steal
+        mine = os.times()
+        own = mine.user + mine.system
+        return time.monotonic(), ticks / os.sysconf("SC_CLK_TCK"), own
+
+
+class GpuWatch(Watch):
+    """What NVML says of the first device, through its Python binding or nvidia-smi."""
+
+    def __init__(self) -> None:
+        self._nvml: Any = None
+        try:
+            import pynvml  # type: ignore[import-not-found]
+
+            pynvml.nvmlInit()
+            self._nvml, self._handle = pynvml, pynvml.nvmlDeviceGetHandleByIndex(0)
+        except ImportError:
+            pass  # the binding is optional: nvidia-smi tells the same, more slowly
+
+    def begin(self) -> None:
+        return None
+
+    def end(self) -> Conditions:
+        values = self._read()
+        if values is None:
+            return Conditions()
+        clock, temperature, bits = values
+        reasons = frozenset(name for bit, name in _REASONS.items() if bits & bit)
+        bad = sorted(reasons & _SUSPICIOUS)
+        text = f"the device was slowed down ({', '.join(bad)})" if bad else None
+        return Conditions(clock, temperature, reasons, suspicious=text)
+
+    def _read(self) -> tuple[float, float, int] | None:
+        if self._nvml is not None:
+            nvml, handle = self._nvml, self._handle
+            return (
+                nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
+                nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
+                nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle),
+            )
+        command = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits", "--id=0"]
+        try:
+            answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        except (OSError, subprocess.SubprocessError):
+            return None
+        return parsed(answer.stdout)
+
+
+def parsed(line: str) -> tuple[float, float, int] | None:
+    """Clock, temperature and reasons from a line of nvidia-smi; None where it tells them not."""
+    try:
+        clock, temperature, bits = line.strip().split(",")
+        return float(clock), float(temperature), int(bits, 16)
+    except ValueError:  # "[N/A]" on some devices
+        return None
+
+
+@dataclass
+class Session:
+    """The conditions of a profile run, one entry for each captured step."""
+
+    seen: list[Conditions] = field(default_factory=list)
+    again: int = 0  # captured steps that were measured again because of them
+
+    def summary(self) -> dict[str, Any]:
+        """Plain data: smallest, median and largest of what was read, reasons by their number."""
+        reasons = Counter(reason for c in self.seen for reason in c.throttled)
+        facts = {
+            "captured_steps": len(self.seen),
+            "measured_again": self.again,
+            "suspicious": sum(c.suspicious is not None for c in self.seen),
+            "clock_mhz": _range([c.clock_mhz for c in self.seen]),
+            "temperature_c": _range([c.temperature_c for c in self.seen]),
+            "others_busy_processors": _range([c.others for c in self.seen]),
+            "throttled": dict(sorted(reasons.items())) or None,
+        }
+        return {name: value for name, value in facts.items() if value is not None}
+
+
+def _range(values: Sequence[float | None]) -> list[float] | None:
+    known = [value for value in values if value is not None]
+    if not known:
+        return None
+    return [round(value, 2) for value in (min(known), statistics.median(known), max(known))]
+
+
+def watch_for(device_kind: str, threads: int) -> Watch:
+    """The watch of a device; `threads` are those of a CPU engine."""
+    return GpuWatch() if device_kind == "cuda" else CpuWatch(threads)

@@ -1,0 +1,1 @@
+"""Adaptive sweep against the grid of Vidur's profiler: error by number of points."""

@@ -1,0 +1,130 @@
+"""What is read of device and host while something is measured."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dooly_backend.profiling import watch as module
+from dooly_backend.profiling.watch import (
+    Conditions,
+    CpuWatch,
+    GpuWatch,
+    Session,
+    parsed,
+    watch_for,
+)
+
+
+def test_this_host() -> None:
+    watch = CpuWatch(threads=1)
+    watch.begin()
+    stop = time.perf_counter() + 0.2
+    while time.perf_counter() < stop:  # own work is not the others'
+        pass
+    conditions = watch.end()
+    if not Path("/proc/stat").exists():
+        assert conditions == Conditions()
+        return
+    assert conditions.others is not None
+    assert conditions.others >= 0
+    assert (conditions.clock_mhz, conditions.temperature_c) == (None, None)
+
+
+def test_others_work_is_seen() -> None:
+    """Processes that spin beside this one: as many as there are processors, and one more."""
+    if not Path("/proc/stat").exists():
+        pytest.skip("needs Linux's /proc/stat")
+    watch = CpuWatch(threads=1)
+    spin = [sys.executable, "-c", "while True: pass"]
+    others = [subprocess.Popen(spin) for _ in range(watch._cpus + 1)]
+    try:
+        time.sleep(0.3)
+        watch.begin()
+        time.sleep(1.0)
+        conditions = watch.end()
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+    assert conditions.others is not None
+    assert conditions.others > 0.6 * watch._cpus
+    assert conditions.suspicious is not None
+    assert conditions.suspicious.startswith("other processes kept")
+
+
+def written(path: Path, user: int, idle: int) -> None:
+    path.write_text(f"cpu  {user} 0 0 {idle} 0 0 0 0 0 0\ncpu0 0 0 0 0\n")
+
+
+def test_a_calm_host_is_not_suspicious(tmp_path: Path) -> None:
+    stat = tmp_path / "stat"
+    written(stat, 1000, 1000)
+    watch = CpuWatch(threads=1, stat=stat)
+    watch.begin()
+    time.sleep(0.05)
+    written(stat, 1000, 1010)
+    conditions = watch.end()
+    assert (conditions.others, conditions.suspicious) == (0.0, None)
+    assert CpuWatch(1, tmp_path / "missing").end() == Conditions()
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("1980, 64, 0x0000000000000004\n", (1980.0, 64.0, 4)),
+        ("345, 30, 0x1", (345.0, 30.0, 1)),
+        ("[N/A], 64, 0x0", None),
+        ("", None),
+    ],
+)
+def test_lines_of_nvidia_smi(line: str, expected: tuple[float, float, int] | None) -> None:
+    assert parsed(line) == expected
+
+
+class Read(GpuWatch):
+    """A device that answers what it is told to."""
+
+    def __init__(self, bits: int) -> None:
+        self._bits = bits
+
+    def _read(self) -> tuple[float, float, int]:
+        return 1755.0, 71.0, self._bits
+
+
+def test_heat_is_suspicious_and_a_power_cap_is_not() -> None:
+    capped = Read(0x4 | 0x1).end()
+    assert (capped.clock_mhz, capped.temperature_c) == (1755.0, 71.0)
+    assert (capped.throttled, capped.suspicious) == ({"power cap"}, None)
+    hot = Read(0x20 | 0x40 | 0x4).end()
+    assert hot.throttled > {"power cap"}
+    assert hot.suspicious == (
+        "the device was slowed down (hardware thermal slowdown, software thermal slowdown)"
+    )
+
+
+def test_without_a_device_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+
+    def missing(*_: object, **__: object) -> None:
+        raise FileNotFoundError("nvidia-smi")
+
+    monkeypatch.setattr(module.subprocess, "run", missing)
+    assert watch_for("cuda", 1).end() == Conditions()
+
+
+def test_a_session_sums_up() -> None:
+    session = Session([Read(0x4).end(), Read(0x0).end(), Conditions(others=0.5)], again=1)
+    assert session.summary() == {
+        "captured_steps": 3,
+        "measured_again": 1,
+        "suspicious": 0,
+        "clock_mhz": [1755.0, 1755.0, 1755.0],
+        "temperature_c": [71.0, 71.0, 71.0],
+        "others_busy_processors": [0.5, 0.5, 0.5],
+        "throttled": {"power cap": 1},
+    }
