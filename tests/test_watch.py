@@ -8,16 +8,22 @@ import time
 from pathlib import Path
 
 import pytest
+from sample_records import H200, store
 
+from dooly_backend.database import Database
+from dooly_backend.database.merge import merge
+from dooly_backend.database.records import Measurement
 from dooly_backend.profiling import watch as module
 from dooly_backend.profiling.watch import (
     Conditions,
     CpuWatch,
     GpuWatch,
-    Session,
+    Watch,
+    WatchedRun,
     parsed,
     watch_for,
 )
+from dooly_backend.workload import WorkloadPoint
 
 
 def test_this_host() -> None:
@@ -114,17 +120,76 @@ def test_without_a_device_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> N
         raise FileNotFoundError("nvidia-smi")
 
     monkeypatch.setattr(module.subprocess, "run", missing)
-    assert watch_for("cuda", 1).end() == Conditions()
+    assert watch_for(H200).end() == Conditions()
 
 
-def test_a_session_sums_up() -> None:
-    session = Session([Read(0x4).end(), Read(0x0).end(), Conditions(others=0.5)], again=1)
-    assert session.summary() == {
+class Told(Watch):
+    """A watch that says what it is told to, one after the other."""
+
+    def __init__(self, *suspicions: str | None) -> None:
+        self._left = list(suspicions)
+
+    def begin(self) -> None:
+        return None
+
+    def end(self) -> Conditions:
+        return Conditions(suspicious=self._left.pop(0))
+
+
+POINT = WorkloadPoint("tokens", num_tokens=1)
+
+
+def measuring() -> dict[tuple[str, WorkloadPoint], Measurement]:
+    return {("a", POINT): Measurement(POINT, (1.0, 2.0))}
+
+
+def test_what_is_suspicious_is_measured_again_and_marked_if_it_stays_so() -> None:
+    run = WatchedRun(Told(None, "hot", None, "hot", "hot"))
+    states = [run.measure(measuring) for _ in range(3)]
+    assert [state["a", POINT].unstable for state in states if not isinstance(state, str)] == [
+        False,
+        False,
+        True,
+    ]
+    assert (run.again, len(run.seen)) == (2, 5)
+
+
+def test_where_everything_is_suspicious_nothing_is_repeated() -> None:
+    run = WatchedRun(Told(*["busy"] * 20))
+    for _ in range(9):
+        found = run.measure(measuring)
+        assert not isinstance(found, str)
+        assert found["a", POINT].unstable
+    assert run.again == 3
+    assert len(run.seen) == 12
+
+
+def test_a_reason_for_no_measurement_is_passed_on() -> None:
+    run = WatchedRun(Told("hot"))
+    assert run.measure(lambda: "no room") == "no room"
+    assert run.again == 0
+
+
+def test_conditions_sum_up_and_come_back(tmp_path: Path) -> None:
+    run = WatchedRun(Told(), seen=[Read(0x4).end(), Read(0x0).end(), Conditions(others=0.5)])
+    kept = run.conditions()
+    assert kept.facts == {
         "captured_steps": 3,
-        "measured_again": 1,
+        "measured_again": 0,
         "suspicious": 0,
         "clock_mhz": [1755.0, 1755.0, 1755.0],
         "temperature_c": [71.0, 71.0, 71.0],
         "others_busy_processors": [0.5, 0.5, 0.5],
         "throttled": {"power cap": 1},
     }
+    with Database.open(tmp_path / "a.db", create=True) as database:
+        ids = store(database, {})
+        database.record_run(*ids, kept)
+        run.seen.append(Conditions())
+        database.record_run(*ids, run.conditions())  # the same run, later
+        (found,) = database.runs(*ids)
+        assert found.started_at == kept.started_at
+        assert found.facts["captured_steps"] == 4
+    merge(tmp_path / "b.db", [tmp_path / "a.db"])
+    with Database.open(tmp_path / "b.db", read_only=True) as database:
+        assert database.runs(1, 1) == [found]

@@ -50,6 +50,7 @@ TABLES = (
         "step_measurement", ("configuration_id", "environment_id", "batch", "num_layers"), _PLACE
     ),
     Table("step_cost", ("configuration_id", "environment_id"), _PLACE),
+    Table("run_conditions", ("configuration_id", "environment_id", "started_at"), _PLACE),
     Table("kv_capacity", ("configuration_id", "environment_id"), _PLACE),
 )
 BY_NAME = {table.name: table for table in TABLES}

@@ -65,6 +65,11 @@ def _of_steps(body: Body) -> tuple[Any, ...]:
     return (len(body.get("step_cost", [])), len(steps), latest)
 
 
+def _latest_end(body: Body) -> tuple[Any, ...]:
+    """Of two states of one run, the later."""
+    return (max(row["ended_at"] for rows in body.values() for row in rows),)
+
+
 _POINT_KEY = ("signature", "environment_id", "point_id")
 _PLACE_KEY = ("configuration_id", "environment_id")
 
@@ -77,6 +82,7 @@ UNITS = (
     Unit("call graph", ("occurrence",), _PLACE_KEY),
     Unit("point", ("measurement", "skipped_point"), _POINT_KEY, _of_point),
     Unit("steps", ("step_measurement", "step_cost"), _PLACE_KEY, _of_steps),
+    Unit("runs", ("run_conditions",), (*_PLACE_KEY, "started_at"), _latest_end),
     Unit("KV capacity", ("kv_capacity",), _PLACE_KEY, _earliest("recorded_at")),
 )
 

@@ -16,6 +16,7 @@ from dooly_backend.database.schema import VERSION_1
 from dooly_backend.database.schema_changes import (
     GRAPH_OF_EACH_ENVIRONMENT,
     KV_CAPACITY,
+    RUN_CONDITIONS,
     WORKERS,
 )
 
@@ -61,6 +62,13 @@ def m003_workers(db: sqlite_utils.Database) -> None:
 def m004_kv_capacity(db: sqlite_utils.Database) -> None:
     """What decides how many KV blocks a configuration has."""
     for statement in KV_CAPACITY:
+        db.execute(statement)
+
+
+@MIGRATIONS()
+def m005_run_conditions(db: sqlite_utils.Database) -> None:
+    """What the device and the host were like during a run."""
+    for statement in RUN_CONDITIONS:
         db.execute(statement)
 
 

@@ -187,6 +187,19 @@ class StepMeasurement:
 
 
 @dataclass(frozen=True)
+class RunConditions:
+    """One run that measured: when, UTC, ISO 8601, and how device and host were meanwhile.
+
+    `facts` are smallest, median and largest of what was read between captured
+    steps (`profiling/watch.py` says what).
+    """
+
+    started_at: str
+    ended_at: str
+    facts: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class StepCost:
     """Step time beyond the operations: ``step + layer * layers + request * requests``."""
 

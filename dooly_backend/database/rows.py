@@ -17,6 +17,7 @@ from dooly_backend.database.records import (
     KvGroup,
     Measurement,
     Occurrence,
+    RunConditions,
     Signature,
     SkippedPoint,
     StepCost,
@@ -220,6 +221,18 @@ def step_cost_columns(cost: StepCost) -> Columns:
 
 def step_cost_of(row: Row) -> StepCost:
     return StepCost(row["step_us"], row["layer_us"], row["request_us"])
+
+
+def run_columns(run: RunConditions) -> Columns:
+    return {
+        "started_at": run.started_at,
+        "ended_at": run.ended_at,
+        "facts": json.dumps(run.facts, ensure_ascii=False),
+    }
+
+
+def run_of(row: Row) -> RunConditions:
+    return RunConditions(row["started_at"], row["ended_at"], json.loads(row["facts"]))
 
 
 def kv_capacity_columns(capacity: KvCapacity) -> Columns:

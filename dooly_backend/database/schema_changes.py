@@ -97,6 +97,19 @@ CREATE TABLE claim (
     "CREATE INDEX claim_by_worker ON claim (worker_id)",
 )
 
+RUN_CONDITIONS: tuple[str, ...] = (
+    """\
+CREATE TABLE run_conditions (
+    -- One run that measured: how device and host were meanwhile.
+    configuration_id INTEGER NOT NULL REFERENCES configuration (id) ON DELETE CASCADE,
+    environment_id   INTEGER NOT NULL REFERENCES environment (id),
+    started_at       TEXT NOT NULL,  -- UTC, ISO 8601, to the microsecond
+    ended_at         TEXT NOT NULL,  -- of the last captured step
+    facts            TEXT NOT NULL,  -- JSON object: clock, temperature, throttling, others' load
+    PRIMARY KEY (configuration_id, environment_id, started_at)
+)""",
+)
+
 KV_CAPACITY: tuple[str, ...] = (
     """\
 CREATE TABLE kv_capacity (

@@ -24,6 +24,7 @@ from dooly_backend.database.records import (
     KvCapacity,
     Measurement,
     Occurrence,
+    RunConditions,
     Signature,
     SkippedPoint,
     StepCost,
@@ -181,6 +182,18 @@ class Database(Session):
             self._delete("step_cost", key)
             self._execute(insertion("step_cost", columns), columns)
 
+    def record_run(self, configuration_id: int, environment_id: int, run: RunConditions) -> None:
+        """Store how device and host were during a run, in place of an earlier state of it."""
+        key = {
+            "configuration_id": configuration_id,
+            "environment_id": environment_id,
+            "started_at": run.started_at,
+        }
+        columns = key | rows.run_columns(run)
+        with self.writing():
+            self._delete("run_conditions", key)
+            self._execute(insertion("run_conditions", columns), columns)
+
     def set_kv_capacity(
         self, configuration_id: int, environment_id: int, capacity: KvCapacity
     ) -> None:
@@ -290,6 +303,16 @@ class Database(Session):
                 (configuration_id, environment_id),
             ).fetchone()
             return row and rows.step_cost_of(row)
+
+    def runs(self, configuration_id: int, environment_id: int) -> list[RunConditions]:
+        """The runs that measured a configuration in one environment, oldest first."""
+        with self.reading():
+            found = self._execute(
+                "SELECT * FROM run_conditions WHERE configuration_id = ? AND environment_id = ?"
+                " ORDER BY started_at",
+                (configuration_id, environment_id),
+            )
+            return [rows.run_of(row) for row in found]
 
     def kv_capacity(self, configuration_id: int, environment_id: int) -> KvCapacity | None:
         """What decides how many KV blocks the full model has; None where it is not known.

@@ -47,6 +47,17 @@ class Plane:
         return self.sizes.low <= size <= self.sizes.high and depths.low <= depth <= depths.high
 
 
+def all_planes(signature: Signature, longest: int) -> list[Plane]:
+    """The planes of `signature` without bounds but a request's longest length."""
+    most = 1 << 40
+    if signature.kind == "batch":
+        return [_prefills(most, most, longest), _decodes(most, most)]
+    if signature.kind == "routing":
+        routing = json.loads(signature.canonical)["routing"]
+        return [_routing(most, int(routing["experts"]), int(routing["top_k"]))]
+    return [_curve(signature.kind, most, lambda _: WorkloadPoint("constant"))]
+
+
 @dataclass(frozen=True)
 class Scatter:
     """A sequence of batches of one shape."""

@@ -7,12 +7,13 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
 from dooly_backend.config import AdaptiveSweep, Grid
 from dooly_backend.database import Database
-from dooly_backend.database.records import Signature
+from dooly_backend.database.records import RunConditions, Signature
 from dooly_backend.engines import CapturedCall, Engine
 from dooly_backend.errors import EngineError, InputError
 from dooly_backend.operations.callgraph import occurrences, signatures
@@ -27,11 +28,12 @@ from dooly_backend.profiling.measure import (
 )
 from dooly_backend.profiling.progress import Progress, Silent
 from dooly_backend.profiling.reuse import Reused, reused
-from dooly_backend.profiling.rounds import Work, next_work
+from dooly_backend.profiling.rounds import Work, doubted_work, next_work
 from dooly_backend.profiling.sharing import Sharing
 from dooly_backend.profiling.steps import measure_steps, refit_steps
 from dooly_backend.profiling.sweep import record_limits
 from dooly_backend.profiling.timer import Timer, quiet_process, timer_for
+from dooly_backend.profiling.watch import Found, WatchedRun, watch_for
 from dooly_backend.tracing.trace import Trace
 from dooly_backend.tracing.tracer import trace_model
 from dooly_backend.workload import Batch
@@ -147,6 +149,7 @@ class Done:
     unstable: int = 0
     reasons: dict[str, list[str]] = field(default_factory=dict)  # points newly found impossible
     signatures: set[str] = field(default_factory=set)  # that had something to do
+    conditions: RunConditions | None = None  # of device and host, where something was measured
 
 
 def run_sweep(
@@ -172,14 +175,20 @@ def run_sweep(
     def round_of_work() -> Work:
         return next_work(engine, database, environment_id, by_hash.values(), sweep)
 
+    watched = WatchedRun(watch_for(engine.environment))
+
+    def measured(batch: Batch, keys: Sequence[WorkloadPointKey]) -> Found | str:
+        return watched.measure(partial(measure_batch, engine, timer, batch, keys, signed, regime))
+
     work = round_of_work()
     # How many points an adaptive sweep takes shows while it measures.
     total = None if isinstance(sweep, AdaptiveSweep) else work.points
     progress.phase("measuring", total)
     while work.points:
+        fresh = {key for keys in work.by_batch.values() for key in keys}
         with closing(sharing.turns(work.by_batch, progress.advance)) as turns:
             for batch, keys in turns:
-                found = measure_batch(engine, timer, batch, keys, signed, regime)
+                found = measured(batch, keys)
                 for key in keys:
                     signature = by_hash[key[0]]
                     if isinstance(found, str):
@@ -191,7 +200,21 @@ def run_sweep(
                         done.unstable += found[key].unstable
                     done.signatures.add(signature.hash)
                     progress.advance()
+                database.record_run(configuration_id, environment_id, watched.conditions())
+        doubts = doubted_work(engine, database, environment_id, by_hash, fresh)
+        for batch, earlier in doubts.items():
+            with sharing.device():
+                found = measured(batch, list(earlier))
+            if isinstance(found, str):
+                continue  # it did run a moment ago: what is there stays
+            for key, before in earlier.items():
+                if found[key].median_us < before.median_us:
+                    signature = by_hash[key[0]]
+                    database.record(
+                        signature, environment_id, found[key], configuration_id, replace=True
+                    )
         work = round_of_work()
+    done.conditions = watched.conditions() if watched.seen else None
     return done
 
 
@@ -202,7 +225,7 @@ def measure_batch(
     keys: Sequence[WorkloadPointKey],
     signed: Mapping[Entry, Signature],
     regime: Regime,
-) -> dict | str:
+) -> Found | str:
     """Measurements of `keys` in one captured step, or the reason why it cannot run.
 
     `signed` are all calls of a step, with their signatures.

@@ -7,14 +7,15 @@ on where to go on.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from dooly_backend.config import AdaptiveSweep, Grid
 from dooly_backend.database import Database
-from dooly_backend.database.records import Signature
+from dooly_backend.database.records import Measurement, Signature
 from dooly_backend.engines import Engine
 from dooly_backend.profiling.adaptive import Evidence, needs
+from dooly_backend.profiling.doubts import doubtful
 from dooly_backend.profiling.measure import WorkloadPointKey
 from dooly_backend.profiling.sweep import batch_of, sweep_points
 from dooly_backend.workload import Batch, WorkloadPoint
@@ -49,6 +50,27 @@ def next_work(
     if not isinstance(sweep, AdaptiveSweep):
         return _missing(engine, database, environment_id, distinct, sweep)
     return _round(engine, database, environment_id, distinct, sweep)
+
+
+def doubted_work(
+    engine: Engine,
+    database: Database,
+    environment_id: int,
+    signatures: Mapping[str, Signature],
+    fresh: Collection[WorkloadPointKey],
+) -> dict[Batch, dict[WorkloadPointKey, Measurement]]:
+    """The `fresh` measurements that others contradict, by the batch that shows their points."""
+    by_signature: dict[str, set[WorkloadPoint]] = {}
+    for hash_, point in fresh:
+        by_signature.setdefault(hash_, set()).add(point)
+    by_batch: dict[Batch, dict[WorkloadPointKey, Measurement]] = {}
+    for hash_, points in by_signature.items():
+        known = database.measurements(hash_, environment_id)
+        by_point = {m.point: m for m in known}
+        for point in doubtful(signatures[hash_], known, points, engine.max_request_len):
+            keys = by_batch.setdefault(batch_of(point, engine), {})
+            keys[hash_, point] = by_point[point]
+    return by_batch
 
 
 def evidence(

@@ -14,10 +14,16 @@ import subprocess
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from dooly_backend.database.records import Environment, Measurement, RunConditions
+
+#: Measurements by (signature hash, point).
+Found = dict[Any, Measurement]
 
 #: NVML's reasons for a lower clock (nvml.h, nvmlClocksThrottleReason*). Of these only the
 #: last ones say that a measurement is not what the device does when it is well: a power cap
@@ -150,14 +156,38 @@ def parsed(line: str) -> tuple[float, float, int] | None:
 
 
 @dataclass
-class Session:
-    """The conditions of a profile run, one entry for each captured step."""
+class WatchedRun:
+    """Measures under a watch: what looks suspicious once more, and marked if it stays so.
 
+    On a device that is suspicious all the time measuring again is useless: then
+    everything is marked, and nothing repeated.
+    """
+
+    watch: Watch
+    started_at: str = field(default_factory=lambda: datetime.now(UTC).isoformat())
     seen: list[Conditions] = field(default_factory=list)
-    again: int = 0  # captured steps that were measured again because of them
+    again: int = 0  # captured steps that were measured again
 
-    def summary(self) -> dict[str, Any]:
-        """Plain data: smallest, median and largest of what was read, reasons by their number."""
+    _RECENT = 6
+
+    def measure(self, measuring: Callable[[], Found | str]) -> Found | str:
+        """What `measuring` returns: measurements, or the reason for none."""
+        found = self._once(measuring)
+        if isinstance(found, str) or self.seen[-1].suspicious is None:
+            return found
+        recent = self.seen[-self._RECENT :]
+        if len(recent) < self._RECENT or not all(c.suspicious for c in recent):
+            self.again += 1
+            later = self._once(measuring)
+            if isinstance(later, str):
+                return later
+            found = later
+        if self.seen[-1].suspicious is None:
+            return found
+        return {key: replace(measurement, unstable=True) for key, measurement in found.items()}
+
+    def conditions(self) -> RunConditions:
+        """As the database keeps them: smallest, median and largest of what was read."""
         reasons = Counter(reason for c in self.seen for reason in c.throttled)
         facts = {
             "captured_steps": len(self.seen),
@@ -168,7 +198,14 @@ class Session:
             "others_busy_processors": _range([c.others for c in self.seen]),
             "throttled": dict(sorted(reasons.items())) or None,
         }
-        return {name: value for name, value in facts.items() if value is not None}
+        known = {name: value for name, value in facts.items() if value is not None}
+        return RunConditions(self.started_at, datetime.now(UTC).isoformat(), known)
+
+    def _once(self, measuring: Callable[[], Found | str]) -> Found | str:
+        self.watch.begin()
+        found = measuring()
+        self.seen.append(self.watch.end())
+        return found
 
 
 def _range(values: Sequence[float | None]) -> list[float] | None:
@@ -178,6 +215,8 @@ def _range(values: Sequence[float | None]) -> list[float] | None:
     return [round(value, 2) for value in (min(known), statistics.median(known), max(known))]
 
 
-def watch_for(device_kind: str, threads: int) -> Watch:
-    """The watch of a device; `threads` are those of a CPU engine."""
-    return GpuWatch() if device_kind == "cuda" else CpuWatch(threads)
+def watch_for(environment: Environment) -> Watch:
+    """The watch of the environment's device."""
+    if environment.device_kind == "cuda":
+        return GpuWatch()
+    return CpuWatch(int(environment.facts.get("threads", 1)))

@@ -3,8 +3,8 @@
     python -m integration.adaptive.run [MODEL] [--what linear|attention] [-o FOLDER]
 
 Both measure the same signatures of one model in one run, within the same caps;
-in the same run random places are measured that neither of them knows, half of
-them ahead of the sweeps and half after them. The same regressor is fitted to
+in the same run random places are measured that neither of them knows, a third
+each ahead of, between and behind the sweeps. The same regressor is fitted to
 what each sweep measured, and to thinned Vidur grids and the beginnings of the
 adaptive sweep. Writes held_out.csv, curves.csv and curves.html (curves.png,
 too, where plotly can draw one), and prints a table. Caps are those of a CPU
@@ -48,6 +48,9 @@ from integration.adaptive.plot import draw
 
 CPU_CAPS = Caps(tokens=1024, length=1024, batch=32)
 GPU_CAPS = Caps(tokens=4096, length=4096, batch=128)
+#: Of the adaptive sweep: what it aims at, and the most points of a curve or plane, such that a
+#: signature has at most a fifth of the grid's (131 and 1,101 on a CPU).
+TARGET, POINTS = 0.02, {"linear": 26, "attention": 85}
 ADAPTIVE, VIDUR = "adaptive", "Vidur's grid"
 
 Samples = Mapping[str, Sequence[Measurement]]  # by signature, oldest first
@@ -129,21 +132,28 @@ def compare(bench: Bench, kind: str, count: int) -> tuple[pd.DataFrame, dict[str
     default = load_sweep("adaptive")
     assert isinstance(default, AdaptiveSweep)
     adaptive = default.model_copy(
-        update={"tokens": caps.tokens, "requests": caps.batch, "context": caps.length}
+        update={
+            "tokens": caps.tokens,
+            "requests": caps.batch,
+            "context": caps.length,
+            "target": TARGET,
+            "points": POINTS[kind],
+        }
     )
     vidur = VidurSweep(
         name="vidur", rule="vidur", tokens=caps.tokens, length=caps.length, batch=caps.batch
     )
     seconds = {}
     with tempfile.TemporaryDirectory() as folder, quiet_process():
-        first = bench.at(places[::2])
+        # A host drifts: held-out places are measured ahead of, between and behind the sweeps.
+        parts = [bench.at(places[0::3])]
         measured: dict[str, Samples] = {}
-        for name, sweep in ((ADAPTIVE, adaptive), (VIDUR, vidur)):
+        for index, (name, sweep) in enumerate(((ADAPTIVE, adaptive), (VIDUR, vidur)), 1):
             start = time.perf_counter()
             measured[name] = bench.sweep(sweep, Path(folder) / f"{sweep.name}.db")
             seconds[name] = time.perf_counter() - start
-        second = bench.at(places[1::2])
-    held_out = {key: [*first[key], *second[key]] for key in first}
+            parts.append(bench.at(places[index::3]))
+    held_out = {key: [m for part in parts for m in part[key]] for key in parts[0]}
     tables = [judged(bench, measured[name], held_out, (name, "all")) for name in measured]
     for share in (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9):
         part = {key: list(m[: round(share * len(m))]) for key, m in measured[ADAPTIVE].items()}
