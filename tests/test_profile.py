@@ -100,7 +100,8 @@ def test_samples(profiled: Profiled) -> None:
     for (_, key), measurement in measured(profiled.path).items():
         assert len(measurement.samples_us) == regime.repeats, key
         assert min(measurement.samples_us) > 0
-        assert measurement.unstable == (spread(measurement.samples_us) > regime.spread)
+        if spread(measurement.samples_us) > regime.spread:
+            assert measurement.unstable  # so are calm samples of a host that was busy
 
 
 def test_more_work_takes_longer(profiled: Profiled, signed: dict[Entry, Signature]) -> None:

@@ -141,8 +141,10 @@ def _check_file(path: Path, *, blank_allowed: bool) -> None:
                     for name in ("page_count", "page_size", "application_id", "user_version")
                 )
         except sqlite3.DatabaseError as error:
-            if primary_code(error) == sqlite3.SQLITE_CORRUPT and not whole:
-                return
+            if primary_code(error) == sqlite3.SQLITE_CORRUPT:
+                if not whole:
+                    return
+                _check_length(path, size, *_header(path))  # the schema may lie in what is cut off
             raise
     if not pages:
         raise DatabaseError(
@@ -154,11 +156,24 @@ def _check_file(path: Path, *, blank_allowed: bool) -> None:
             "give a file that `dooly profile` wrote"
         )
     _check_version(path, version)
-    if whole and size < pages * page_bytes:
+    if whole:
+        _check_length(path, size, pages, page_bytes)
+
+
+def _check_length(path: Path, size: int, pages: int, page_bytes: int) -> None:
+    if size < pages * page_bytes:
         raise DamagedError(
             f"database {path} is truncated ({size} of {pages * page_bytes} bytes): "
             "restore it from a copy, or profile again into a new --db"
         )
+
+
+def _header(path: Path) -> tuple[int, int]:
+    """Pages and bytes of a page, as a SQLite file's first hundred bytes say."""
+    with path.open("rb") as file:
+        header = file.read(100)
+    page_bytes = int.from_bytes(header[16:18], "big")
+    return int.from_bytes(header[28:32], "big"), 65536 if page_bytes == 1 else page_bytes
 
 
 def _check_writable(path: Path) -> None:
