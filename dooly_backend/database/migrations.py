@@ -14,6 +14,7 @@ from sqlite_utils.migrations import Migrations
 
 from dooly_backend.database.schema import VERSION_1
 from dooly_backend.database.schema_changes import (
+    COLLECTIVES,
     GRAPH_OF_EACH_ENVIRONMENT,
     KV_CAPACITY,
     RUN_CONDITIONS,
@@ -69,6 +70,13 @@ def m004_kv_capacity(db: sqlite_utils.Database) -> None:
 def m005_run_conditions(db: sqlite_utils.Database) -> None:
     """What the device and the host were like during a run."""
     for statement in RUN_CONDITIONS:
+        db.execute(statement)
+
+
+@MIGRATIONS()
+def m006_collectives(db: sqlite_utils.Database) -> None:
+    """Measured collectives by bytes; they are signatures like any other."""
+    for statement in COLLECTIVES:
         db.execute(statement)
 
 

@@ -128,3 +128,24 @@ CREATE TABLE kv_capacity (
     PRIMARY KEY (configuration_id, environment_id)
 )""",
 )
+
+COLLECTIVES: tuple[str, ...] = (
+    """\
+CREATE VIEW collective AS
+-- Measured collectives by topology, degree and size: what one rank puts in, in bytes.
+SELECT json_extract(s.canonical, '$.collective') AS operation,
+       json_extract(s.canonical, '$.backend') AS backend,
+       json_extract(s.canonical, '$.topology') AS topology,
+       json_extract(s.canonical, '$.degree') AS degree,
+       json_extract(s.canonical, '$.dtype') AS dtype,
+       json_extract(s.canonical, '$.elements') * json_extract(s.canonical, '$.element_bytes')
+           * ifnull(p.num_tokens, ifnull(p.num_reqs, 1)) AS bytes,
+       m.n, m.min_us, m.median_us, m.max_us, m.unstable, e.device, m.measured_at,
+       m.signature, m.environment_id, m.point_id
+FROM measurement AS m
+JOIN signature AS s ON s.hash = m.signature
+JOIN workload_point AS p ON p.id = m.point_id
+JOIN environment AS e ON e.id = m.environment_id
+WHERE CASE WHEN s.name LIKE 'dooly::%' AND json_valid(s.canonical)
+      THEN json_extract(s.canonical, '$.collective') END NOT NULL""",
+)

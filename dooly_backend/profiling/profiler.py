@@ -19,6 +19,13 @@ from dooly_backend.errors import EngineError, InputError
 from dooly_backend.operations.callgraph import occurrences, signatures
 from dooly_backend.operations.capture import WHOLE, Key, captured, without_whole
 from dooly_backend.operations.runnable import Entry, RunnableSet, resolve
+from dooly_backend.profiling.collective_calls import (
+    collective_calls,
+    missing_points,
+    occurrences_of,
+    record_collectives,
+)
+from dooly_backend.profiling.collectives import Collective
 from dooly_backend.profiling.device_lock import device_lock
 from dooly_backend.profiling.measure import (
     Regime,
@@ -36,7 +43,7 @@ from dooly_backend.profiling.timer import Timer, quiet_process, timer_for
 from dooly_backend.profiling.watch import Found, WatchedRun, watch_for
 from dooly_backend.tracing.trace import Trace
 from dooly_backend.tracing.tracer import trace_model
-from dooly_backend.workload import Batch
+from dooly_backend.workload import Batch, WorkloadPoint
 
 log = logging.getLogger(__name__)
 
@@ -82,8 +89,10 @@ def profile(
     signed = signatures(trace, runnable, engine)
     environment_id = database.add_environment(engine.environment)
     graph = occurrences(engine, signed)
-    configuration_id = database.add_configuration(engine.configuration, graph, environment_id)
+    calls = collective_calls(trace, engine)
     wanted = {occurrence.signature.hash for occurrence in graph}
+    graph += occurrences_of(calls, len(graph))
+    configuration_id = database.add_configuration(engine.configuration, graph, environment_id)
     signed = {entry: signature for entry, signature in signed.items() if signature.hash in wanted}
     timer = timer_for(engine)
     ids = configuration_id, environment_id
@@ -94,6 +103,20 @@ def profile(
             engine, timer, database, ids, signed,
             set(signed.values()), sweep, regime or Regime(), progress, sharing,
         )  # fmt: skip
+        collectives = 0
+
+        def not_measured() -> dict[Collective, list[WorkloadPoint]]:
+            return missing_points(calls, database, environment_id, sweep, engine)
+
+        with sharing.once(
+            f"collectives {engine.configuration.digest}", lambda: not not_measured()
+        ) as ours:
+            if ours:
+                rest = not_measured()
+                progress.phase("timing collectives", sum(map(len, rest.values())))
+                collectives = record_collectives(
+                    rest, database, ids, regime or Regime(), progress.advance
+                )
         # On a GPU the host launches while the device computes: what a step takes
         # beyond its operations is no sum, and is left to the simulation.
         if engine.environment.device_kind == "cpu":
@@ -120,7 +143,7 @@ def profile(
         occurrences=sum(occurrence.count for occurrence in graph),
         signatures_known=len(wanted - done.signatures),
         signatures_new=len(done.signatures),
-        points=done.points,
+        points=done.points + collectives,
         skipped=sum(map(len, reasons.values())),
         unstable=done.unstable,
         seconds=time.perf_counter() - start,

@@ -8,6 +8,7 @@ from dataclasses import replace
 from dooly_backend.database import Database
 from dooly_backend.database.records import StepMeasurement
 from dooly_backend.engines import Engine
+from dooly_backend.engines.parallel import is_collective
 from dooly_backend.profiling.measure import step_samples
 from dooly_backend.profiling.progress import Progress
 from dooly_backend.profiling.timer import Timer
@@ -77,9 +78,11 @@ def step_batches(engine: Engine) -> list[Batch]:
 
 
 def operations_us(engine: Engine, model: LatencyModel, batch: Batch, layers: int) -> float:
-    """Sum of the operations in a step of the first `layers` layers."""
+    """Sum of the operations in a step of the first `layers` layers, which does not communicate."""
     total = 0.0
     for occurrence in model.occurrences:
+        if is_collective(occurrence.signature.name):
+            continue
         count: float = 1
         if occurrence.layers:
             inside = sum(1 for layer in occurrence.layers if layer < engine.stage.start + layers)
