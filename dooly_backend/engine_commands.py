@@ -72,6 +72,19 @@ def trace(model: str, engine_settings: dict[str, Any], out: Path | None, as_json
 @console.engine_options
 @console.sweep_option
 @click.option("--dry-run", is_flag=True, help="Only show what would be measured, as `dooly plan`.")
+@click.option(
+    "--confirm-from",
+    metavar="ENV",
+    help="Take over the points of this older environment of the database (its digest, or a part "
+    "of its engine and version) where a few, measured anew, have not moved.",
+)
+@click.option(
+    "--tolerance",
+    type=click.FloatRange(min=0, min_open=True),
+    default=5.0,
+    show_default=True,
+    help="With --confirm-from: percent that a median may move by.",
+)
 @console.json_option
 @click.pass_context
 def profile(
@@ -81,6 +94,8 @@ def profile(
     engine_settings: dict[str, Any],
     sweep_name: str,
     dry_run: bool,
+    confirm_from: str | None,
+    tolerance: float,
     as_json: bool,
 ) -> None:
     """Time a model's operations that the database does not know yet.
@@ -96,6 +111,7 @@ def profile(
       dooly profile smollm-135m
       dooly profile smollm-135m --sweep quick
       dooly profile Qwen/Qwen3-8B meta-llama/Llama-3.1-8B --backend FLASHINFER --db h200.db
+      dooly profile Qwen/Qwen3-8B --confirm-from 0.25.1
     """
     from dooly_backend.config import load_model, load_sweep
     from dooly_backend.database import Database
@@ -118,10 +134,19 @@ def profile(
             Database.open(db, create=True) as database,
             running_engine(_options(name, engine_settings)) as engine,
         ):
+            from dooly_backend.profiling.confirm import source_of
             from dooly_backend.profiling.profiler import profile as run
 
+            source = source_of(engine, database, confirm_from) if confirm_from else None
             with progress_bar(engine.configuration.model) as progress:
-                result = run(engine, database, sweep, progress=progress)
+                result = run(
+                    engine,
+                    database,
+                    sweep,
+                    progress=progress,
+                    confirm_from=source,
+                    tolerance=tolerance / 100,
+                )
         if as_json:
             console.print_json(_summary(result, db))
         else:
@@ -225,6 +250,7 @@ def _plan_table(result: Plan) -> Table:
 
 
 def _summary(result: ProfileResult, db: str) -> dict[str, Any]:
+    confirmation = result.confirmation
     return {
         "model": result.model,
         "db": db,
@@ -239,11 +265,14 @@ def _summary(result: ProfileResult, db: str) -> dict[str, Any]:
         "label_accuracy": result.trace.check.accuracy,
         "reused": {r.signature.hash: list(r.models) for r in result.reused},
         "reasons": {reason: list(keys) for reason, keys in result.reasons.items()},
+        "confirmed": len(confirmation.confirmed) if confirmation else 0,
+        "changed": [signature.hash for signature in confirmation.changed] if confirmation else [],
+        "inherited": confirmation.points if confirmation else 0,
     }
 
 
 def _lines(result: ProfileResult, db: str) -> Iterator[str]:
-    from dooly_backend.profiling.reuse import reused_lines, skipped_lines
+    from dooly_backend.profiling.reuse import confirmed_lines, reused_lines, skipped_lines
 
     yield (
         f"{result.model}: {result.operations} operations traced, "
@@ -252,6 +281,8 @@ def _lines(result: ProfileResult, db: str) -> Iterator[str]:
     known, new = result.signatures_known, result.signatures_new
     yield f"signatures: {known} known, {new} new"
     yield from reused_lines(result.reused)
+    if result.confirmation is not None:
+        yield from confirmed_lines(result.confirmation)
     yield from skipped_lines(result.reasons)
     if result.points or result.skipped:
         yield (

@@ -22,7 +22,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from dooly_backend.database.records import Environment, Measurement, Occurrence, Signature
 from dooly_backend.database.store import Database
@@ -182,6 +182,17 @@ def diff(old: Place, new: Place, threshold: float = 0.05, alpha: float = 0.05) -
         tuple(signature for hash_, (signature, _) in after.items() if hash_ not in seen),
         _lost(new, pairs, before),
     )
+
+
+def compare(
+    pairs: Mapping[Any, tuple[Measurement, Measurement]], threshold: float, alpha: float = 0.05
+) -> dict[Any, PointChange]:
+    """Each pair of an older and a newer measurement of one point, by the caller's key."""
+    ps = _corrected([_rank_sum(old, new) for old, new in pairs.values()])
+    return {
+        key: _point_change(old.point.key, old, new, p, threshold, alpha)
+        for (key, (old, new)), p in zip(pairs.items(), ps, strict=True)
+    }
 
 
 # -- what is compared with what --------------------------------------------------

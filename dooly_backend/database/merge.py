@@ -50,12 +50,13 @@ def _earliest(column: str) -> Rank:
 
 
 def _of_point(body: Body) -> tuple[Any, ...]:
-    """Measured before skipped, stable before unstable, then more samples, then the earlier."""
+    """Measured here, before taken over, before skipped; then stable, more samples, earlier."""
     measured = body.get("measurement")
     if not measured:
         return (0, 0, 0, _Reversed(""))
     (row,) = measured
-    return (1, 1 - row["unstable"], row["n"], _Reversed(row["measured_at"]))
+    level = 1 if body.get("inherited") else 2
+    return (level, 1 - row["unstable"], row["n"], _Reversed(row["measured_at"]))
 
 
 def _of_steps(body: Body) -> tuple[Any, ...]:
@@ -80,7 +81,7 @@ UNITS = (
     Unit("signature", ("signature",), ("hash",)),
     Unit("workload point", ("workload_point",), ("key",)),
     Unit("call graph", ("occurrence",), _PLACE_KEY),
-    Unit("point", ("measurement", "skipped_point"), _POINT_KEY, _of_point),
+    Unit("point", ("measurement", "inherited", "skipped_point"), _POINT_KEY, _of_point),
     Unit("steps", ("step_measurement", "step_cost"), _PLACE_KEY, _of_steps),
     Unit("runs", ("run_conditions",), (*_PLACE_KEY, "started_at"), _latest_end),
     Unit("KV capacity", ("kv_capacity",), _PLACE_KEY, _earliest("recorded_at")),

@@ -16,6 +16,7 @@ from dooly_backend.database.schema import VERSION_1
 from dooly_backend.database.schema_changes import (
     COLLECTIVES,
     GRAPH_OF_EACH_ENVIRONMENT,
+    INHERITED,
     KV_CAPACITY,
     RUN_CONDITIONS,
     WORKERS,
@@ -77,6 +78,13 @@ def m005_run_conditions(db: sqlite_utils.Database) -> None:
 def m006_collectives(db: sqlite_utils.Database) -> None:
     """Measured collectives by bytes; they are signatures like any other."""
     for statement in COLLECTIVES:
+        db.execute(statement)
+
+
+@MIGRATIONS()
+def m007_inherited(db: sqlite_utils.Database) -> None:
+    """Measurements that an environment takes over from another one."""
+    for statement in INHERITED:
         db.execute(statement)
 
 

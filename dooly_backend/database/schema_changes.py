@@ -149,3 +149,36 @@ JOIN environment AS e ON e.id = m.environment_id
 WHERE CASE WHEN s.name LIKE 'dooly::%' AND json_valid(s.canonical)
       THEN json_extract(s.canonical, '$.collective') END NOT NULL""",
 )
+
+INHERITED: tuple[str, ...] = (
+    """\
+CREATE TABLE inherited (
+    -- Measurements that were not made in their environment, but taken over from another one
+    -- of the same device after a few points of the signature had not moved.
+    signature      TEXT NOT NULL,
+    environment_id INTEGER NOT NULL,
+    point_id       INTEGER NOT NULL,
+    source_id      INTEGER NOT NULL REFERENCES environment (id),  -- where it was measured
+    inherited_at   TEXT NOT NULL,  -- UTC, ISO 8601
+    PRIMARY KEY (signature, environment_id, point_id),
+    FOREIGN KEY (signature, environment_id, point_id)
+        REFERENCES measurement (signature, environment_id, point_id) ON DELETE CASCADE
+)""",
+    "CREATE INDEX inherited_by_source ON inherited (source_id)",
+    "DROP VIEW latency",
+    """\
+CREATE VIEW latency AS
+-- Every measurement with its signature, its point and where it was made.
+SELECT s.name, s.granularity, s.kind, p.key AS point,
+       p.num_tokens, p.num_reqs, p.num_prefill_tokens, p.num_decodes, p.batch,
+       m.n, m.min_us, m.p25_us, m.median_us, m.mean_us, m.max_us, m.std_us, m.unstable,
+       e.device, e.engine, e.engine_version, m.measured_at,
+       i.source_id AS inherited_from,  -- environment; NULL: measured in this one
+       m.signature, m.environment_id, m.configuration_id
+FROM measurement AS m
+JOIN signature AS s ON s.hash = m.signature
+JOIN workload_point AS p ON p.id = m.point_id
+JOIN environment AS e ON e.id = m.environment_id
+LEFT JOIN inherited AS i ON i.signature = m.signature
+    AND i.environment_id = m.environment_id AND i.point_id = m.point_id""",
+)

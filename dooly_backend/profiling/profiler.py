@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,6 +26,7 @@ from dooly_backend.profiling.collective_calls import (
     record_collectives,
 )
 from dooly_backend.profiling.collectives import Collective
+from dooly_backend.profiling.confirm import TOLERANCE, Confirmation, confirm
 from dooly_backend.profiling.device_lock import device_lock
 from dooly_backend.profiling.measure import (
     Regime,
@@ -65,6 +66,7 @@ class ProfileResult:
     runnable: RunnableSet = field(repr=False)
     reused: tuple[Reused, ...] = ()  # signatures that needed no measuring
     reasons: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # skipped points by reason
+    confirmation: Confirmation | None = None  # of an older environment's points
 
 
 def profile(
@@ -73,11 +75,15 @@ def profile(
     sweep: Grid | AdaptiveSweep,
     regime: Regime | None = None,
     progress: Progress | None = None,
+    confirm_from: int | None = None,
+    tolerance: float = TOLERANCE,
 ) -> ProfileResult:
     """Trace the engine's model, skip what `database` knows, measure the rest.
 
     Every point is committed as soon as it is measured: a run that is killed
-    goes on where it stopped.
+    goes on where it stopped. `confirm_from` is the row id of an environment from
+    which points are taken over where few of them have not moved by more than
+    `tolerance`.
     """
     start = time.perf_counter()
     progress = progress or Silent()
@@ -99,10 +105,20 @@ def profile(
     _record_capacity(engine, database, ids)
     limited = record_limits(engine, database, environment_id, set(signed.values()), sweep)
     with quiet_process(), Sharing(database, environment_id, engine.device) as sharing:
-        done = run_sweep(
-            engine, timer, database, ids, signed,
-            set(signed.values()), sweep, regime or Regime(), progress, sharing,
+        by_hash = {signature.hash: signature for signature in signed.values()}
+        run = Run(
+            engine, timer, database, ids, signed, by_hash, regime or Regime(), progress, sharing,
+            WatchedRun(watch_for(engine.environment)),
         )  # fmt: skip
+        done = Done()
+        confirmation = None
+        if confirm_from is not None:
+            progress.phase("confirming")
+            confirmation = confirm(
+                engine, database, confirm_from, environment_id, by_hash.values(),
+                lambda work: measure_work(run, work, done), tolerance,
+            )  # fmt: skip
+        run_sweep(run, sweep, done)
         collectives = 0
 
         def not_measured() -> dict[Collective, list[WorkloadPoint]]:
@@ -151,6 +167,7 @@ def profile(
         runnable=runnable,
         reused=reused(database, environment_id, known, engine.configuration.model),
         reasons=reasons,
+        confirmation=confirmation,
     )
 
 
@@ -175,70 +192,83 @@ class Done:
     conditions: RunConditions | None = None  # of device and host, where something was measured
 
 
-def run_sweep(
-    engine: Engine,
-    timer: Timer,
-    database: Database,
-    ids: tuple[int, int],
-    signed: Mapping[Entry, Signature],
-    wanted: Collection[Signature],
-    sweep: Grid | AdaptiveSweep,
-    regime: Regime,
-    progress: Progress,
-    sharing: Sharing,
-) -> Done:
-    """Measure what `database` lacks of the `wanted` ones of the `signed` calls for `sweep`.
+@dataclass(frozen=True)
+class Run:
+    """What measuring needs: `ids` are the row ids of configuration and environment.
 
-    `ids` are the row ids of configuration and environment.
+    `by_hash` has the signatures to measure, of the `signed` calls.
     """
-    configuration_id, environment_id = ids
-    by_hash = {signature.hash: signature for signature in wanted}
-    done = Done()
+
+    engine: Engine
+    timer: Timer
+    database: Database
+    ids: tuple[int, int]
+    signed: Mapping[Entry, Signature]
+    by_hash: Mapping[str, Signature]
+    regime: Regime
+    progress: Progress
+    sharing: Sharing
+    watched: WatchedRun
+
+    def measured(self, batch: Batch, keys: Sequence[WorkloadPointKey]) -> Found | str:
+        """Measurements of `keys`, or why they cannot be, with device and host watched."""
+        return self.watched.measure(
+            partial(measure_batch, self.engine, self.timer, batch, keys, self.signed, self.regime)
+        )
+
+
+def run_sweep(run: Run, sweep: Grid | AdaptiveSweep, done: Done) -> None:
+    """Measure what the database lacks for `sweep`."""
 
     def round_of_work() -> Work:
-        return next_work(engine, database, environment_id, by_hash.values(), sweep)
-
-    watched = WatchedRun(watch_for(engine.environment))
-
-    def measured(batch: Batch, keys: Sequence[WorkloadPointKey]) -> Found | str:
-        return watched.measure(partial(measure_batch, engine, timer, batch, keys, signed, regime))
+        return next_work(run.engine, run.database, run.ids[1], run.by_hash.values(), sweep)
 
     work = round_of_work()
     # How many points an adaptive sweep takes shows while it measures.
     total = None if isinstance(sweep, AdaptiveSweep) else work.points
-    progress.phase("measuring", total)
+    run.progress.phase("measuring", total)
     while work.points:
         fresh = {key for keys in work.by_batch.values() for key in keys}
-        with closing(sharing.turns(work.by_batch, progress.advance)) as turns:
-            for batch, keys in turns:
-                found = measured(batch, keys)
-                for key in keys:
-                    signature = by_hash[key[0]]
-                    if isinstance(found, str):
-                        database.skip(signature, environment_id, key[1], found)
-                        done.reasons.setdefault(found, []).append(key[1].key)
-                    else:
-                        database.record(signature, environment_id, found[key], configuration_id)
-                        done.points += 1
-                        done.unstable += found[key].unstable
-                    done.signatures.add(signature.hash)
-                    progress.advance()
-                database.record_run(configuration_id, environment_id, watched.conditions())
-        doubts = doubted_work(engine, database, environment_id, by_hash, fresh)
-        for batch, earlier in doubts.items():
-            with sharing.device():
-                found = measured(batch, list(earlier))
-            if isinstance(found, str):
-                continue  # it did run a moment ago: what is there stays
-            for key, before in earlier.items():
-                if found[key].median_us < before.median_us:
-                    signature = by_hash[key[0]]
-                    database.record(
-                        signature, environment_id, found[key], configuration_id, replace=True
-                    )
+        measure_work(run, work, done)
+        _measure_doubted(run, fresh)
         work = round_of_work()
-    done.conditions = watched.conditions() if watched.seen else None
-    return done
+    done.conditions = run.watched.conditions() if run.watched.seen else None
+
+
+def measure_work(run: Run, work: Work, done: Done) -> None:
+    """Settle every point of `work`, and record each at once."""
+    configuration_id, environment_id = run.ids
+    with closing(run.sharing.turns(work.by_batch, run.progress.advance)) as turns:
+        for batch, keys in turns:
+            found = run.measured(batch, keys)
+            for key in keys:
+                signature = run.by_hash[key[0]]
+                if isinstance(found, str):
+                    run.database.skip(signature, environment_id, key[1], found)
+                    done.reasons.setdefault(found, []).append(key[1].key)
+                else:
+                    run.database.record(signature, environment_id, found[key], configuration_id)
+                    done.points += 1
+                    done.unstable += found[key].unstable
+                done.signatures.add(signature.hash)
+                run.progress.advance()
+            run.database.record_run(configuration_id, environment_id, run.watched.conditions())
+
+
+def _measure_doubted(run: Run, fresh: set[WorkloadPointKey]) -> None:
+    """Measure again what its neighbours contradict; the quicker of the two stays."""
+    configuration_id, environment_id = run.ids
+    doubts = doubted_work(run.engine, run.database, environment_id, run.by_hash, fresh)
+    for batch, earlier in doubts.items():
+        with run.sharing.device():
+            found = run.measured(batch, list(earlier))
+        if isinstance(found, str):
+            continue  # it did run a moment ago: what is there stays
+        for key, before in earlier.items():
+            if found[key].median_us < before.median_us:
+                run.database.record(
+                    run.by_hash[key[0]], environment_id, found[key], configuration_id, replace=True
+                )
 
 
 def measure_batch(

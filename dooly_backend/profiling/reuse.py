@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from dooly_backend.database import Database
 from dooly_backend.database.records import Signature
+from dooly_backend.profiling.confirm import Confirmation
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,19 @@ def reused_lines(found: Iterable[Reused]) -> list[str]:
         f"known from {', '.join(models) or 'an earlier run'}: {counted(names)}"
         for models, names in by_models.items()
     ]
+
+
+def confirmed_lines(found: Confirmation) -> list[str]:
+    """What a few points said of an older environment's measurements."""
+    names = counted(signature.name for signature in found.confirmed)
+    lines = [
+        f"confirmed from {found.source}: {len(found.confirmed)} signatures ({names or 'none'}), "
+        f"{found.points} points taken over"
+    ]
+    if found.changed:
+        names = counted(signature.name for signature in found.changed)
+        lines.append(f"changed since, measured in full: {len(found.changed)} ({names})")
+    return lines
 
 
 def skipped_lines(reasons: Mapping[str, Iterable[str]]) -> list[str]:
