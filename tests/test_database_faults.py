@@ -400,7 +400,7 @@ def test_a_transaction_takes_its_lock_before_it_reads(tmp_path: Path) -> None:
     path = filled(tmp_path / "latency.db", points=1)
     other = sqlite3.connect(path, isolation_level=None, timeout=0)
     with Database.open(path) as database:
-        with database._writing(), pytest.raises(sqlite3.OperationalError, match="locked"):
+        with database.writing(), pytest.raises(sqlite3.OperationalError, match="locked"):
             other.execute("BEGIN IMMEDIATE")
         other.execute("BEGIN IMMEDIATE")  # free again
         other.execute("ROLLBACK")
