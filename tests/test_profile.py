@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import statistics
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from engine_helpers import LAYERS, state
 
 from dooly_backend.config import Sweep, load_sweep
 from dooly_backend.database import Database
+from dooly_backend.database.check import check_file
 from dooly_backend.database.records import Measurement, Signature
 from dooly_backend.engine_commands import _lines, _summary
 from dooly_backend.engines.base import CapturedCall
@@ -32,6 +34,7 @@ from dooly_backend.profiling.profiler import profile, subject_of
 from dooly_backend.profiling.progress import Silent
 from dooly_backend.profiling.steps import operations_us, step_batches
 from dooly_backend.regression.latency import LatencyModel
+from dooly_backend.regression.step_cost import fit_step_cost
 from dooly_backend.workload import Batch, WorkloadPoint
 from shims.vidur.costs import StepCosts
 from shims.vidur.model import dimensions_of
@@ -170,6 +173,37 @@ def test_only_the_signatures_with_new_points_are_new(engine: VllmEngine, path: P
     assert (result.points, result.signatures_new, result.signatures_known) == (2, 2, 10)
 
 
+def test_a_wider_sweep_fits_the_step_cost_again(engine: VllmEngine, path: Path) -> None:
+    """More points give other sums of the operations; the live steps stay."""
+    with Database.open(path) as database:
+        before = database.steps(1, 1)
+        profile(engine, database, widened(tokens=[1, 4, 32, 128]), QUICK)
+        after = database.steps(1, 1)
+        model = LatencyModel.load(database)
+    assert [step.live_us for step in after] == [step.live_us for step in before]
+    assert [s.operations_us for s in after] != [s.operations_us for s in before]
+    for step in after:
+        operations = operations_us(engine, model, step.batch, step.num_layers)
+        assert step.operations_us == pytest.approx(operations)
+    assert model.step_cost == fit_step_cost(after)
+
+
+def test_a_second_model_of_the_same_geometry_measures_nothing(
+    engine: VllmEngine, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = replace(engine.configuration, model="someone/else")
+    monkeypatch.setattr(engine, "configuration", other)
+    with Database.open(path) as database:
+        result = profile(engine, database, SMOKE, QUICK)
+        assert len(database.configurations()) == 2
+    assert (result.points, result.signatures_new) == (0, 0)
+    assert {r.models for r in result.reused} == {("HuggingFaceTB/SmolLM-135M",)}
+    text = "\n".join(_lines(result, "latency.db"))
+    assert "known from HuggingFaceTB/SmolLM-135M: Attention, " in text
+    hashes = _summary(result, "latency.db")["reused"]
+    assert len(hashes) == 12
+
+
 class Stopping(Silent):
     """A progress that is interrupted after a number of points."""
 
@@ -275,6 +309,27 @@ def test_any_other_error_is_no_reason(
         with pytest.raises(RuntimeError, match="a bug"):
             profile(engine, database, widened(requests=[1, 7]), QUICK)
     assert not skipped(path)
+
+
+def test_points_beyond_the_engines_limits_are_recorded(engine: VllmEngine, path: Path) -> None:
+    sweep = widened(tokens=[16, 4096], decode={"batch": [1, 100], "context": [64]})
+    with Database.open(path) as database:
+        result = profile(engine, database, sweep, QUICK)
+        again = profile(engine, database, sweep, QUICK)
+    assert (result.points, again.points, again.skipped) == (0, 0, 0)
+    tokens = "beyond the engine's limits: 4096 tokens a step, it takes 2048"
+    requests = "beyond the engine's limits: 100 requests a step, it takes 64"
+    assert {reason: set(keys) for reason, keys in result.reasons.items()} == {
+        tokens: {"tokens=4096"},
+        requests: {"batch=100x1+64"},
+    }
+    assert result.skipped == 9 + 1
+    assert skipped(path) == {"tokens=4096": tokens, "batch=100x1+64": requests}
+    assert f"skipped, {tokens}: tokens=4096" in "\n".join(_lines(result, "latency.db"))
+    with Database.open(path) as database:  # open to an engine with other limits
+        for digest in database.signatures():
+            assert not {"tokens=4096", "batch=100x1+64"} & database.settled_points(digest, 1)
+    assert check_file(path).ok
 
 
 # -- which call is timed --------------------------------------------------------
