@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from dooly_backend.database.records import KvCapacity, KvGroup
@@ -21,14 +21,21 @@ _PLENTY = 1 << 90
 
 
 def kv_capacity(
-    runner: Any, config: Any, stands_for: Mapping[int, tuple[int, ...]], max_num_tokens: int
+    runner: Any,
+    config: Any,
+    stands_for: Mapping[int, tuple[int, ...]],
+    max_num_tokens: int,
+    largest_step: Callable[[], None],
 ) -> KvCapacity:
-    """Capacity of the rank that `runner` is; `stands_for` maps built layers to full ones."""
+    """Capacity of the rank that `runner` is; `stands_for` maps built layers to full ones.
+
+    `largest_step` runs a step of `max_num_tokens` tokens, whose memory is looked at on a GPU.
+    """
     from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 
     groups = get_kv_cache_groups(config, _whole(runner.get_kv_cache_spec(), stands_for))
     blocks = get_kv_cache_config_from_groups(config, groups, _PLENTY).num_blocks
-    device_bytes, activation_bytes, other_bytes = _device_memory(runner)
+    device_bytes, activation_bytes, other_bytes = _device_memory(largest_step)
     return KvCapacity(
         block_bytes=_PLENTY // blocks if groups else 0,
         groups=tuple(_group(group) for group in groups),
@@ -78,7 +85,7 @@ def _weights(model: Any, stands_for: Mapping[int, tuple[int, ...]]) -> int:
     )
 
 
-def _device_memory(runner: Any) -> tuple[int, int | None, int | None]:
+def _device_memory(largest_step: Callable[[], None]) -> tuple[int, int | None, int | None]:
     """Bytes of the device, of a largest step's activations, and of what is not torch's."""
     import torch
 
@@ -87,7 +94,7 @@ def _device_memory(runner: Any) -> tuple[int, int | None, int | None]:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    runner.profile_run()  # a step of max_num_batched_tokens, as vLLM sizes its cache by
+    largest_step()
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated() - before
     free, total = torch.cuda.mem_get_info()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from dooly_backend.config import RunOptions
@@ -20,6 +20,7 @@ from dooly_backend.engines.vllm_configs import completed
 from dooly_backend.engines.vllm_moe import moe_layers, routed
 from dooly_backend.engines.vllm_start import Started
 from dooly_backend.engines.vllm_steps import StepBuilder
+from dooly_backend.workload import Batch, Request
 
 
 class VllmInstance(Engine):
@@ -205,8 +206,17 @@ class VllmInstance(Engine):
         )
 
     def kv_capacity(self) -> KvCapacity:
-        stands_for = layers_represented(self.layer_kinds, self.num_layers, self.stage)
-        return kv_capacity(self._runner, self._core.vllm_config, stands_for, self.max_num_tokens)
+        most = min(self.max_num_tokens, self.max_num_reqs * self.max_request_len)
+        whole, rest = divmod(most, self.max_request_len)
+        lengths = [self.max_request_len] * whole + [rest] * bool(rest)
+        largest = Batch(tuple(Request(length, 0) for length in lengths))
+        return kv_capacity(
+            self._runner,
+            self._core.vllm_config,
+            layers_represented(self.layer_kinds, self.num_layers, self.stage),
+            self.max_num_tokens,
+            partial(self.step, largest),
+        )
 
     def _block_sizes(self) -> tuple[int, ...]:
         groups = self._runner.kv_cache_config.kv_cache_groups

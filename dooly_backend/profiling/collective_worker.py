@@ -74,6 +74,9 @@ def _call(operation: str, x: torch.Tensor, rank: int, degree: int) -> Callable[[
         return lambda: dist.all_reduce(x)
     if operation == "broadcast":
         return lambda: dist.broadcast(x, 0)
+    if operation == "all_gather" and x.is_cuda:
+        whole = x.new_empty(degree * x.numel())
+        return lambda: dist.all_gather_into_tensor(whole, x)  # a list would be copied into
     if operation == "all_gather":
         parts = [torch.empty_like(x) for _ in range(degree)]
         return lambda: dist.all_gather(parts, x)
@@ -81,8 +84,11 @@ def _call(operation: str, x: torch.Tensor, rank: int, degree: int) -> Callable[[
         gathered = [torch.empty_like(x) for _ in range(degree)] if rank == 0 else None
         return lambda: dist.gather(x, gathered, dst=0)
     if operation == "reduce_scatter":
-        chunks = list(x.new_ones(max(x.numel() // degree, 1) * degree).chunk(degree))
+        whole = x.new_ones(max(x.numel() // degree, 1) * degree)
+        chunks = list(whole.chunk(degree))
         out = torch.empty_like(chunks[0])
+        if x.is_cuda:
+            return lambda: dist.reduce_scatter_tensor(out, whole)
         return lambda: dist.reduce_scatter(out, chunks)
     if operation == "send_recv":
         neighbour = rank ^ 1
