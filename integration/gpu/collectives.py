@@ -11,6 +11,7 @@ is not measured again.
 
 from __future__ import annotations
 
+import csv
 import json
 import sys
 from pathlib import Path
@@ -49,6 +50,22 @@ def environment_id(database: Database, name: str | None) -> int:
     return same[0] if len(same) == 1 else database.add_environment(own)
 
 
+COLUMNS = (
+    "operation, backend, topology, degree, dtype, bytes, n, min_us, median_us, max_us, unstable"
+)
+
+
+def write(database: Database, path: Path) -> None:
+    """Everything in the view `collective`, small sizes first."""
+    with database.reading() as connection, path.open("w", newline="") as file:
+        rows = connection.execute(
+            f"SELECT {COLUMNS} FROM collective ORDER BY operation, degree, bytes"
+        ).fetchall()
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(COLUMNS.split(", "))
+        writer.writerows([round(v, 2) if isinstance(v, float) else v for v in row] for row in rows)
+
+
 @click.command()
 @click.option("--db", required=True, type=click.Path(path_type=Path))
 @click.option("--degree", "degrees", multiple=True, type=int, help="[default: all powers of two]")
@@ -58,6 +75,7 @@ def environment_id(database: Database, name: str | None) -> int:
 @click.option("--least", default=10, show_default=True, help="Power of two of the fewest bytes.")
 @click.option("--most", type=int, help="Power of two of the most bytes. [default: 28, gloo 24]")
 @click.option("--repeats", default=15, show_default=True)
+@click.option("--out", type=click.Path(path_type=Path), help="Write the view as CSV, too.")
 @click.option("--environment", help="Whose measurements they are, where the database has several.")
 def main(
     db: Path,
@@ -68,6 +86,7 @@ def main(
     least: int,
     most: int | None,
     repeats: int,
+    out: Path | None,
     environment: str | None,
 ) -> None:
     """Measure collectives and store them in the database."""
@@ -105,6 +124,8 @@ def main(
                 f"{slowest.median_us:.0f} us at {1 << exponents[-1]}",
                 err=True,
             )
+        if out is not None:
+            write(database, out)
     click.echo(json.dumps({"db": str(db), "degrees": degrees, "backend": backend, "points": new}))
 
 
