@@ -268,7 +268,11 @@ class RunOptions(Description):
     threads: PositiveInt | None = None  # of a CPU engine; None: the engine's choice
     max_num_seqs: PositiveInt = 64
     max_num_batched_tokens: PositiveInt = 2048
+    # As whom the calls are timed: kernels differ where CUDA graphs are to be replayed.
     execution_mode: ExecutionMode = "eager"
+    # Whole steps as the engine runs them by itself, with graphs and compiled code: nothing
+    # inside such a step can be captured.
+    compiled: bool = False
 
     @model_validator(mode="after")
     def _check_rank(self) -> Self:

@@ -60,8 +60,8 @@ def measurements(script: Script, regime: Regime, *subjects: Subject) -> list[Mea
     return list(measure(script, script, keyed, regime).values())  # type: ignore[arg-type]
 
 
-def call(path: str, target: Any) -> CapturedCall:
-    return CapturedCall(path, target, (), {}, None, 0)
+def call(path: str, target: Any, *args: Any) -> CapturedCall:
+    return CapturedCall(path, target, args, {}, None, 0)
 
 
 def subject(name: str, sibling: bool = True, predecessor: bool = True) -> Subject:
@@ -87,20 +87,36 @@ def test_weights_are_cold_and_code_is_warm() -> None:
     assert script.events == ["a", "flush", "time a"]
 
 
-def test_a_long_pass_runs_before_every_sample() -> None:
-    class Device(Script):
-        def long_enough(self, call: Any) -> float:
-            call()
-            return self.pass_us
+class Device(Script):
+    """One whose clock gives way to work."""
 
-    whole = call("whole", lambda: None)
-    for pass_us, ahead in ((4_000.0, ["whole"]), (0.0, [])):
+    def repeats_until_hot(self, call: Any) -> int:
+        call()
+        return 2
+
+
+def product(name: str, tokens: int, columns: int) -> CapturedCall:
+    weight = torch.nn.Parameter(torch.zeros(columns, 4), requires_grad=False)
+    return call(name, lambda *_: None, torch.zeros(tokens, 4), weight)
+
+
+def test_the_heaviest_product_of_a_large_step_runs_before_every_sample() -> None:
+    regime = Regime(repeats=2, warmups=0)
+    keyed = {("0", POINT): subject("a")}
+    sample = ["flush", "a sibling", "a predecessor", "time a"]
+
+    def events(*calls: CapturedCall) -> list[str]:
         script = Device()
-        script.pass_us = pass_us
-        keyed = {("0", POINT): subject("a")}
-        measure(script, script, keyed, Regime(repeats=2, warmups=0), whole)  # type: ignore[arg-type]
-        sample = [*ahead, "flush", "a sibling", "a predecessor", "time a"]
-        assert script.events == ["whole", *sample, *sample]
+        measure(script, script, keyed, regime, calls)  # type: ignore[arg-type]
+        return script.events
+
+    norm = call("norm", lambda *_: None, torch.zeros(512, 4))
+    large = [norm, product("qkv", 512, 8), product("up", 512, 16)]
+    assert events(*large) == ["up", *2 * ["up", "up", *sample]]
+    # The head's weights are larger, but it sees one token of each request.
+    assert events(*large, product("head", 1, 4096)) == ["up", *2 * ["up", "up", *sample]]
+    assert events(norm, product("up", 64, 16)) == 2 * sample
+    assert events() == 2 * sample
 
 
 def test_subjects_take_turns_and_warm_ups_are_dropped() -> None:

@@ -83,7 +83,26 @@ def start(options: RunOptions) -> Started:
             # is the message. The whole chain stays in __cause__.
             raise EngineError(f"vLLM refuses {options.model.name}: {one_line(error)}") from error
         undo.callback(core.shutdown)
+        if options.execution_mode != "eager" and not options.compiled:
+            never_replay(core.model_executor.driver_worker.worker.model_runner)
         return Started(core, stage, layers, undo.pop_all())
+
+
+def never_replay(runner: Any) -> None:
+    """Let the runner prepare every step as for a CUDA graph, and launch its kernels itself.
+
+    Attention metadata is built by whether there are graphs (`use_full_cuda_graph` of
+    `vllm/v1/attention/backends/flash_attn.py`: it bounds the number of splits); a
+    replayed graph would call no module. Raises EngineError for an unknown runner.
+    """
+    if (manager := getattr(runner, "cudagraph_manager", None)) is not None:  # V2 runner
+        manager._candidates.clear()
+    elif (dispatcher := getattr(runner, "cudagraph_dispatcher", None)) is not None:
+        dispatcher.keys_initialized = False
+    else:
+        raise EngineError(
+            f"{type(runner).__module__} has no CUDA graphs that are known: use the mode eager"
+        )
 
 
 def _leave_groups_at_the_end(undo: ExitStack) -> None:
@@ -112,6 +131,8 @@ def _arguments(
         "kv_cache_dtype": options.kv_cache_dtype,
         "seed": 0,
     }
+    if options.execution_mode != "eager" and not options.compiled:
+        arguments["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     if options.dtype:
         arguments["dtype"] = options.dtype
     if options.block_size:

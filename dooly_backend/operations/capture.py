@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -17,9 +17,6 @@ from dooly_backend.workload import Batch
 
 #: A call by module path and, for an operation, its ordinal in that module's call.
 Key = tuple[str, int | None]
-
-#: The whole forward pass: the call of the model itself.
-WHOLE: Key = ("", None)
 
 
 class _OperationRecorder(TorchDispatchMode):
@@ -66,12 +63,3 @@ def captured(engine: Engine, batch: Batch, keys: Collection[Key]) -> Iterator[li
         with modules.tracking(), recorder:
             calls = stack.enter_context(engine.capture(batch, paths))
         yield sorted([*calls, *recorder.calls], key=lambda call: call.moment)
-
-
-def without_whole(
-    calls: Sequence[CapturedCall],
-) -> tuple[list[CapturedCall], CapturedCall | None]:
-    """The calls inside the model, and the model's own, where it was captured (`WHOLE`)."""
-    inside = [call for call in calls if (call.path, call.ordinal) != WHOLE]
-    whole = next((call for call in calls if (call.path, call.ordinal) == WHOLE), None)
-    return inside, whole

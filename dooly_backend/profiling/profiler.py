@@ -17,7 +17,7 @@ from dooly_backend.database.records import RunConditions, Signature
 from dooly_backend.engines import CapturedCall, Engine
 from dooly_backend.errors import EngineError, InputError
 from dooly_backend.operations.callgraph import occurrences, signatures
-from dooly_backend.operations.capture import WHOLE, Key, captured, without_whole
+from dooly_backend.operations.capture import Key, captured
 from dooly_backend.operations.runnable import Entry, RunnableSet, resolve
 from dooly_backend.profiling.collective_calls import (
     collective_calls,
@@ -285,12 +285,11 @@ def measure_batch(
     """
     entries = list(signed)
     try:
-        with captured(engine, batch, [*(entry.key for entry in entries), WHOLE]) as captured_calls:
-            calls, whole = without_whole(captured_calls)
+        with captured(engine, batch, [entry.key for entry in entries]) as calls:
             subjects = {
                 key: subject_of(key[0], entries, signed, calls, key[1].num_experts) for key in keys
             }
-            return measure(engine, timer, subjects, regime, whole)
+            return measure(engine, timer, subjects, regime, calls)
     except EngineError as error:
         return str(error)
     except (MemoryError, RuntimeError) as error:

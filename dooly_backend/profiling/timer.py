@@ -39,6 +39,9 @@ class Sample:
 class Timer(ABC):
     """Times one call at a time, on one device."""
 
+    #: How long a device is kept at work ahead of a sample: its clock follows its power draw
+    #: within a few milliseconds.
+    BUSY_US = 5_000.0
     #: Whether taking a disturbed sample again is worth while.
     is_calm: bool = True
 
@@ -53,13 +56,12 @@ class Timer(ABC):
         `ahead_us` is how long the device is still busy with what was launched before.
         """
 
-    def long_enough(self, call: Call) -> float:
-        """What `call` takes on the device where it is worth repeating as filler, else 0.
+    def repeats_until_hot(self, call: Call) -> int:
+        """How often `call` must run until the device's clock has given way to such work.
 
-        A device whose clock gives way to sustained work must be kept at work while its
-        operations are timed; see docs/measuring.md.
+        0 where no clock does; see docs/measuring.md.
         """
-        return 0.0
+        return 0
 
 
 class CpuTimer(Timer):
@@ -92,39 +94,57 @@ class CudaTimer(Timer):
     """Time between two events around the call, launched behind work that hides the host.
 
     Kernels of a call are launched while the device still sleeps, so that the
-    events see them back to back, as in a step that the device bounds. What the
-    events see when nothing runs between them is taken off every sample.
+    events see them back to back, as in a step that the device bounds. A call
+    that took longer to launch than the device slept is disturbed, and gets
+    more time from then on. What the events see when nothing runs between
+    them is taken off every sample.
     """
 
     _FLUSH_BYTES = 192 << 20
-    #: The host launches a call, its sibling and its predecessor within this time.
-    _LEAD_US = 2_500.0
-    _SLEEP_CYCLES = 2_000_000
+    _LEAD_US = 1_000.0  # most calls are launched within this time
+    _CYCLES_PER_US = 2_000  # at the highest clock; a lower one sleeps longer
+    _LONGEST_LEAD_US = 50_000.0
+    _WARM_UP_S = 0.3  # until the clock has risen from idle
 
     def __init__(self) -> None:
         self._buffer = torch.ones(self._FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
         self._start = torch.cuda.Event(enable_timing=True)
         self._end = torch.cuda.Event(enable_timing=True)
+        self._leads: dict[int, float] = {}
         self.empty_us = 0.0
+        self._warm_up()
         self.empty_us = statistics.median(self.time(_nothing).us for _ in range(101))
+
+    def _warm_up(self) -> None:
+        end = time.monotonic() + self._WARM_UP_S
+        while time.monotonic() < end:
+            self.flush()
+            torch.cuda.synchronize()
 
     def flush(self) -> None:
         self._buffer.sum()
 
     def time(self, call: Call, ahead_us: float = 0.0) -> Sample:
-        if ahead_us < self._LEAD_US:
-            # Long enough for the host to launch the call behind it.
-            torch.cuda._sleep(self._SLEEP_CYCLES)
+        key = id(getattr(call, "target", call))
+        lead_us = self._leads.get(key, self._LEAD_US)
+        began = time.perf_counter_ns()
+        if ahead_us < 2 * lead_us:
+            torch.cuda._sleep(int(lead_us * self._CYCLES_PER_US))
         self._start.record()
         call()
         self._end.record()
+        launch_us = (time.perf_counter_ns() - began) / 1000
         self._end.synchronize()
-        return Sample(max(self._start.elapsed_time(self._end) * 1000 - self.empty_us, 0.0))
+        us = max(self._start.elapsed_time(self._end) * 1000 - self.empty_us, 0.0)
+        if launch_us <= max(lead_us, ahead_us):
+            return Sample(us)
+        self._leads[key] = min(2 * launch_us, self._LONGEST_LEAD_US)
+        return Sample(us, disturbed=True)
 
-    def long_enough(self, call: Call) -> float:
+    def repeats_until_hot(self, call: Call) -> int:
         call()
-        took = min(self.time(call).us for _ in range(2))
-        return took if took >= self._LEAD_US else 0.0
+        took = max(min(self.time(call).us for _ in range(3)), 1.0)
+        return max(1, round(self.BUSY_US / took))
 
 
 def _nothing() -> None:

@@ -31,7 +31,7 @@ from dooly_backend.database.records import Signature, StepMeasurement
 from dooly_backend.engines import Engine, boot
 from dooly_backend.errors import DoolyError
 from dooly_backend.operations.callgraph import signatures
-from dooly_backend.operations.capture import WHOLE, captured, without_whole
+from dooly_backend.operations.capture import captured
 from dooly_backend.operations.runnable import Entry, RunnableSet, resolve
 from dooly_backend.profiling.measure import Regime, measure, step_samples
 from dooly_backend.profiling.profiler import subject_of
@@ -110,7 +110,7 @@ class _ForwardClock:
     """
 
     _SLEEP_CYCLES = 100_000_000  # 50 ms at 2 GHz: longer than the host needs to launch
-    _HEAVY = 1024
+    _HEAVY = 128
     _PRODUCTS = 25  # of 8192 x 8192 matrices: 1.5 ms each on an H200
 
     def __init__(self, engine: Engine, timer: Timer, batch: Batch) -> None:
@@ -199,15 +199,14 @@ def compare(engine: Engine, timer: Timer, batch: Batch, signed: dict[Entry, Sign
 def _round(engine: Engine, timer: Timer, batch: Batch, signed: dict[Entry, Signature]) -> _Round:
     entries = list(signed)
     clock = _ForwardClock(engine, timer, batch)
-    with captured(engine, batch, [*(e.key for e in entries), WHOLE]) as captured_calls:
-        calls, whole = without_whole(captured_calls)
+    with captured(engine, batch, [entry.key for entry in entries]) as calls:
         subjects = {
             (signature.hash, WorkloadPoint.of(signature.kind, batch)): subject_of(
                 signature.hash, entries, signed, calls
             )
             for signature in set(signed.values())
         }
-        measured = measure(engine, timer, subjects, Regime(repeats=REPEATS, rounds=1), whole)
+        measured = measure(engine, timer, subjects, Regime(repeats=REPEATS, rounds=1), calls)
     with clock.running():
         live = step_samples(engine, timer, batch, engine.num_layers, REPEATS)
     medians = {key[0]: measurement.median_us for key, measurement in measured.items()}

@@ -15,11 +15,14 @@ import json
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import click
 
 from integration.additivity.run import BATCHES, GPU_BATCHES, measure_rows, show, write
+from integration.gpu.workers import in_turn, ready
 
 LAYERS = 4
 _LEAST_SECONDS = 45  # an engine that starts and measures nothing takes about this long
@@ -31,34 +34,48 @@ def cli() -> None:
 
 
 @cli.command(name="all")
-@click.argument("configurations", nargs=-1, required=True, metavar="MODEL:BACKEND...")
+@click.argument("configurations", nargs=-1, required=True, metavar="MODEL:BACKEND[:MODE]...")
 @click.option("--db", required=True, type=click.Path(path_type=Path))
 @click.option("--out", required=True, type=click.Path(path_type=Path))
 @click.option("--budget", default=540.0, show_default=True, help="Seconds for everything.")
-@click.option("--sweep", default="gpu", show_default=True)
+@click.option("--sweep", default=["gpu"], show_default=True, multiple=True, help="In turn.")
 @click.option("--additivity/--no-additivity", default=True, show_default=True)
+@click.option("--together", is_flag=True, help="Start all engines at once; they share the device.")
 def run_all(
     configurations: tuple[str, ...],
     db: Path,
     out: Path,
     budget: float,
-    sweep: str,
+    sweep: tuple[str, ...],
     additivity: bool,
+    together: bool,
 ) -> None:
     """Run every configuration in turn until the budget is spent."""
     end = time.monotonic() + budget
     out.mkdir(parents=True, exist_ok=True)
+    options = [
+        "--db",
+        str(db),
+        "--out",
+        str(out),
+        *(w for name in sweep for w in ("--sweep", name)),
+    ]
+    options.append("--additivity" if additivity else "--no-additivity")
+    commands = {
+        configuration: ["integration.gpu.run", "one", *configuration.split(":"), *options]
+        for configuration in configurations
+    }
+    if together:
+        codes = in_turn([[*command, "--wait"] for command in commands.values()], budget)
+        for configuration, code in zip(configurations, codes, strict=True):
+            click.echo(json.dumps({"configuration": configuration, "exit": code}))
+        return
     for configuration in configurations:
         left = end - time.monotonic()
         if left < _LEAST_SECONDS:
             click.echo(f"{configuration}: not run, {left:.0f} s left", err=True)
             continue
-        model, _, backend = configuration.rpartition(":")
-        command = [
-            sys.executable, "-m", "integration.gpu.run", "one", model, backend,
-            "--db", str(db), "--out", str(out), "--sweep", sweep,
-            "--additivity" if additivity else "--no-additivity",
-        ]  # fmt: skip
+        command = [sys.executable, "-m", *commands[configuration]]
         start = time.monotonic()
         try:
             code = subprocess.run(command, timeout=left, check=False).returncode
@@ -72,13 +89,23 @@ def run_all(
 @cli.command(name="one")
 @click.argument("model")
 @click.argument("backend")
+@click.argument("mode", default="eager")
 @click.option("--db", required=True, type=click.Path(path_type=Path))
 @click.option("--out", required=True, type=click.Path(path_type=Path))
-@click.option("--sweep", default="gpu", show_default=True)
+@click.option("--sweep", default=["gpu"], show_default=True, multiple=True, help="In turn.")
 @click.option("--additivity/--no-additivity", default=True, show_default=True)
 @click.option("--layers", default=LAYERS, show_default=True)
+@click.option("--wait", is_flag=True, help="Start the engine, then wait for a line on stdin.")
 def run_one(
-    model: str, backend: str, db: Path, out: Path, sweep: str, additivity: bool, layers: int
+    model: str,
+    backend: str,
+    db: Path,
+    out: Path,
+    mode: Any,
+    sweep: tuple[str, ...],
+    additivity: bool,
+    layers: int,
+    wait: bool,
 ) -> None:
     """Profile MODEL with BACKEND."""
     from rich.console import Console
@@ -92,34 +119,43 @@ def run_one(
         model=load_model(model),
         backend=backend,
         layers=layers,
+        execution_mode=mode,
         max_num_seqs=256,
         max_num_batched_tokens=8192,
     )
-    with Database.open(db, create=True) as database, running_engine(options) as engine:
-        with progress_bar(options.model.name) as progress:
-            result = profile(engine, database, load_sweep(sweep), progress=progress)
-        summary = {
-            "model": result.model,
-            "backend": backend,
-            "operations": result.operations,
-            "label_accuracy": result.trace.check.accuracy,
-            "signatures_known": result.signatures_known,
-            "signatures_new": result.signatures_new,
-            "points": result.points,
-            "skipped": result.skipped,
-            "unstable": result.unstable,
-            "seconds": round(result.seconds, 1),
-        }
-        click.echo(json.dumps(summary))
+    with running_engine(options) as engine, ExitStack() as stack:
+        if wait:
+            ready()
+        database = stack.enter_context(Database.open(db, create=True))
+        for name in sweep:
+            with progress_bar(options.model.name) as progress:
+                result = profile(engine, database, load_sweep(name), progress=progress)
+            click.echo(json.dumps({"sweep": name, "mode": mode, **summary(result, backend)}))
         if additivity:
             on_gpu = engine.environment.device_kind == "cuda"
             rows = measure_rows(
                 engine, result.trace, result.runnable, GPU_BATCHES if on_gpu else BATCHES
             )
-            name = f"{options.model.name.rpartition('/')[2]}-{backend}"
+            name = f"{options.model.name.rpartition('/')[2]}-{backend}-{mode}"
             write(rows, out / f"additivity-{name}.csv")
             title = f"{name}, {layers} layers, {engine.environment.device}; microseconds"
             Console(width=110).print(show(rows, title))
+
+
+def summary(result: Any, backend: str) -> dict[str, Any]:
+    """What a profile did, in one line."""
+    return {
+        "model": result.model,
+        "backend": backend,
+        "operations": result.operations,
+        "label_accuracy": result.trace.check.accuracy,
+        "signatures_known": result.signatures_known,
+        "signatures_new": result.signatures_new,
+        "points": result.points,
+        "skipped": result.skipped,
+        "unstable": result.unstable,
+        "seconds": round(result.seconds, 1),
+    }
 
 
 if __name__ == "__main__":

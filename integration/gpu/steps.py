@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +25,7 @@ from dooly_backend.config import RunOptions, load_model
 from dooly_backend.engines import Engine, boot
 from dooly_backend.errors import EngineError
 from dooly_backend.workload import Batch
+from integration.gpu.workers import in_turn, ready
 
 BATCHES = [
     *(Batch.decode(n, context) for n in (1, 4, 16, 32, 64, 128, 256) for context in (200, 1500)),
@@ -59,40 +59,20 @@ def cli() -> None:
 @click.option("--max-num-seqs", default=256, show_default=True)
 @click.option("--repeats", default=20, show_default=True)
 @click.option("--rounds", default=1, show_default=True, help="Through all batches.")
+@click.option("--budget", default=540.0, show_default=True, help="Seconds for everything.")
 @click.option("-o", "--out", required=True, type=click.Path(path_type=Path))
 def run(layers: tuple[int, ...], **settings: Any) -> None:
     """Every depth in a process of its own: they start together, and measure in turn."""
-    start = time.monotonic()
-    workers = [(depth, _worker(depth, settings)) for depth in layers]
-    ready = [(depth, worker) for depth, worker in workers if _says(worker, READY)]
-    for depth, worker in ready:
-        worker.communicate("go\n")
-        click.echo(f"{depth} layers done after {time.monotonic() - start:.0f} s")
-    failed = [depth for depth, worker in workers if worker.wait() != 0]
-    if failed:
-        sys.exit(f"failed with {failed} layers")
-
-
-READY = "ready"
-
-
-def _worker(depth: int, settings: dict[str, Any]) -> subprocess.Popen[str]:
-    arguments = [settings["model"], "--depth", str(depth)]
-    for name in ("backend", "mode", "max_num_seqs", "repeats", "rounds", "out"):
-        if settings[name] is not None:
-            arguments += [f"--{name.replace('_', '-')}", str(settings[name])]
-    return subprocess.Popen(
-        [sys.executable, "-m", "integration.gpu.steps", "one", *arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-
-
-def _says(worker: subprocess.Popen[str], word: str) -> bool:
-    """Whether the worker says `word`; False when it ends first."""
-    assert worker.stdout is not None
-    return any(line.strip() == word for line in worker.stdout)
+    commands = []
+    for depth in layers:
+        command = ["integration.gpu.steps", "one", settings["model"], "--depth", str(depth)]
+        for name in ("backend", "mode", "max_num_seqs", "repeats", "rounds", "out"):
+            if settings[name] is not None:
+                command += [f"--{name.replace('_', '-')}", str(settings[name])]
+        commands.append(command)
+    codes = in_turn(commands, settings["budget"])
+    if any(codes):
+        sys.exit(f"exit codes by depth: {dict(zip(layers, codes, strict=True))}")
 
 
 @cli.command()
@@ -120,14 +100,14 @@ def one(
         backend=backend,
         layers=depth,
         execution_mode=mode,
+        compiled=mode != "eager",
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=8192,
     )
     start = time.monotonic()
     with boot(options) as engine:
         click.echo(f"{depth} layers: started in {time.monotonic() - start:.0f} s", err=True)
-        click.echo(READY)
-        sys.stdin.readline()
+        ready()
         with out.open("a") as file:
             for turn in range(rounds):
                 for row in rows(engine, repeats, reverse=bool(turn % 2)):

@@ -1,0 +1,55 @@
+"""Processes that start together and measure in turn.
+
+An engine takes a minute or more to start and seconds to measure; starting
+disturbs whoever measures. So all of them start, say that they are ready, and
+wait until it is their turn.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+_READY = "ready"
+
+
+def ready() -> None:
+    """Called by a worker: wait for its turn."""
+    sys.stdout.write(f"{_READY}\n")
+    sys.stdout.flush()
+    sys.stdin.readline()
+
+
+def in_turn(commands: Sequence[Sequence[str]], budget_s: float) -> list[int]:
+    """Run `commands`, each ``python -m`` arguments of a worker; their exit codes, in order.
+
+    What is not done within `budget_s` seconds is killed.
+    """
+    end = time.monotonic() + budget_s
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-m", *command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for command in commands
+    ]
+    waiting = [worker for worker in workers if _is_ready(worker)]
+    for worker in waiting:
+        try:
+            output, _ = worker.communicate("go\n", timeout=max(1.0, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            worker.kill()
+            output, _ = worker.communicate()
+        sys.stdout.write(output)
+        sys.stdout.flush()
+    return [worker.wait() for worker in workers]
+
+
+def _is_ready(worker: subprocess.Popen[str]) -> bool:
+    """Wait until the worker is ready; False when it ends first."""
+    assert worker.stdout is not None
+    return any(line.strip() == _READY for line in worker.stdout)
