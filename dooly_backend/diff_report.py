@@ -37,10 +37,10 @@ def _line(change: SignatureChange) -> str:
     verdict = "not significant" if change.verdict == "undecided" else change.verdict
     where = ", ".join(change.paths) or "nowhere"
     return (
-        f"{change.ratio - 1:+7.1%}  {verdict}: {change.name} {change.new[:12]} "
-        f"({where}{kernels}); {moved} of {len(change.points)} points moved, "
-        f"most at {extreme.point}: {extreme.old_us:.4g} to {extreme.new_us:.4g} us "
-        f"(p {extreme.p:.2g})"
+        f"{verdict}: {change.name} {change.new[:12]} ({where}{kernels}); "
+        f"{moved} of {len(change.points)} points moved, most at {extreme.point}: "
+        f"{extreme.old_us:.4g} to {extreme.new_us:.4g} us (p {extreme.p:.2g}); "
+        f"{change.ratio - 1:+.1%} on average"
     )
 
 

@@ -61,11 +61,23 @@ def check(database: Session) -> CheckReport:
         with database.reading() as connection:
             problems = list(integrity(connection))
             if not problems:  # else the others read what is lost
-                problems = [problem for check in CHECKS for problem in check(connection)]
+                problems = list(_rows(connection))
             notes = () if problems else tuple(unfinished(connection))
     except DamagedError as error:
         return CheckReport((str(error),))
     return CheckReport(tuple(problems), notes)
+
+
+def _rows(connection: sqlite3.Connection) -> Iterator[str]:
+    """The schema, and every check that it allows."""
+    of_schema = list(schema(connection))
+    yield from of_schema
+    for check in CHECKS:
+        try:
+            yield from list(check(connection))
+        except (IndexError, sqlite3.OperationalError):
+            if not of_schema:  # else it misses what the schema misses
+                raise
 
 
 # -- the file ------------------------------------------------------------------
@@ -228,7 +240,6 @@ def steps(connection: sqlite3.Connection) -> Iterator[str]:
 
 
 CHECKS: tuple[Check, ...] = (
-    schema,
     foreign_keys,
     signatures,
     digests,
