@@ -70,7 +70,6 @@ def simulate(
       dooly simulate smollm-135m --workload fixed:requests=200,rate=1
       dooly simulate Llama-3.1-8B --db builtin:h200 --backend FLASH_ATTN --kv-cache-memory 100
     """
-    from dooly_backend.simulation.limits import serving_limits
     from dooly_backend.simulation.metrics import Metrics
     from dooly_backend.simulation.scheduler import simulate as run_simulation
     from dooly_backend.simulation.source import model_name, profiled
@@ -82,7 +81,7 @@ def simulate(
     source = profiled(
         db, model_name(model), environment, filters, profile_arguments(filters), model
     )
-    limits = serving_limits(source.configuration, source.environment, serving)
+    limits = source.limits(serving)
     timer = source.timer(limits)
     began = time.perf_counter()
     run = run_simulation(

@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 
 from dooly_backend.database import Database
-from dooly_backend.database.records import StepCost
+from dooly_backend.database.records import KvCapacity, StepCost
 from dooly_backend.errors import InputError
 from dooly_backend.simulation.limits import kv_blocks, serving_limits
 from tests.sample_records import ATTENTION, CPU, H200, LINEAR, QWEN, ROPE, SAMPLER, at, store
@@ -129,3 +129,12 @@ def test_what_is_given_goes_before_defaults() -> None:
 def test_an_unknown_cache_size_is_asked_for() -> None:
     with pytest.raises(InputError, match="--num-gpu-blocks"):
         serving_limits(QWEN, H200, {})
+
+
+def test_the_profile_knows_the_size_of_the_cache() -> None:
+    capacity = KvCapacity(1 << 20, (), 16 << 30, 141 << 30, 8192, 2 << 30, 1 << 30)
+    blocks = (int(0.92 * (141 << 30)) - (19 << 30)) >> 20
+    assert serving_limits(QWEN, H200, {}, capacity).num_gpu_blocks == blocks
+    given = serving_limits(QWEN, H200, {"kv_cache_gib": 2.0}, capacity)
+    assert given.num_gpu_blocks == 2048
+    assert serving_limits(QWEN, H200, {"num_gpu_blocks": 77}, capacity).num_gpu_blocks == 77

@@ -141,7 +141,7 @@ def test_decodes_that_go_on() -> None:
     [
         ("QKVParallelLinear", "tokens", "QKVParallelLinear", "linear"),
         ("aten::mm", "tokens", "Router", "linear"),
-        ("ParallelLMHead", "requests", "LogitsProcessor", "linear"),
+        ("LogitsProcessor", "requests", "LogitsProcessor", "linear"),
         ("Attention", "batch", "Attention", "attention"),
         ("FusedMoE", "routing", "FusedMoE", "moe"),
         ("all_reduce", "tokens", "RowParallelLinear", "collectives"),

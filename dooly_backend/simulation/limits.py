@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from dooly_backend.database.records import Configuration, Environment
+from dooly_backend.database.records import Configuration, Environment, KvCapacity
 from dooly_backend.engines.kv_cache import GIB, token_bytes
 from dooly_backend.errors import InputError
 from dooly_backend.simulation.records import ServingLimits
@@ -17,19 +17,23 @@ _LARGE = {"max_num_batched_tokens": 8192, "max_num_seqs": 1024}
 _OTHER = {"max_num_batched_tokens": 2048, "max_num_seqs": 256}
 _CPU = {"max_num_batched_tokens": 2048, "max_num_seqs": 128}
 _LARGE_DEVICES = ("H100", "H200", "H20", "B200", "B300", "MI300", "MI325")
+_GPU_MEMORY_UTILIZATION = 0.92  # `vllm/config/cache.py`, in both versions
 _CPU_KV_CACHE_GIB = 1.0  # as Dooly's live server takes on a CPU
 
 _FIELDS = {field.name for field in fields(ServingLimits)}
 
 
 def serving_limits(
-    configuration: Configuration, environment: Environment, given: Mapping[str, Any]
+    configuration: Configuration,
+    environment: Environment,
+    given: Mapping[str, Any],
+    capacity: KvCapacity | None = None,
 ) -> ServingLimits:
     """The limits under which `configuration` is served in `environment`.
 
     `given` has fields of ServingLimits, and `kv_cache_gib`, GiB of KV cache on
-    one rank; what is None or missing is vLLM's default. Raises InputError where
-    the size of the KV cache is not known.
+    one rank; what is None or missing is vLLM's default. `capacity` is what the
+    profile knows of the KV cache. Raises InputError where its size is not known.
     """
     values = {name: value for name, value in given.items() if value is not None}
     gib = values.pop("kv_cache_gib", None)
@@ -50,13 +54,20 @@ def serving_limits(
     if "num_gpu_blocks" not in limits:
         if gib is None and cpu:
             gib = _CPU_KV_CACHE_GIB
-        if gib is None:
-            raise InputError(
-                "the profile does not say how large the KV cache is: give --num-gpu-blocks, as "
-                "vLLM prints it when it starts, or --kv-cache-memory"
-            )
-        limits["num_gpu_blocks"] = kv_blocks(configuration, gib)
+        limits["num_gpu_blocks"] = _blocks(configuration, gib, capacity)
     return ServingLimits(**limits)
+
+
+def _blocks(configuration: Configuration, gib: float | None, capacity: KvCapacity | None) -> int:
+    if capacity is not None:
+        wanted = None if gib is None else int(gib * GIB)
+        return capacity.num_blocks(_GPU_MEMORY_UTILIZATION, wanted)
+    if gib is None:
+        raise InputError(
+            "the profile does not say how large the KV cache is: give --num-gpu-blocks, as "
+            "vLLM prints it when it starts, or --kv-cache-memory"
+        )
+    return kv_blocks(configuration, gib)
 
 
 def kv_blocks(configuration: Configuration, gib: float) -> int:

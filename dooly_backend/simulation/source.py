@@ -16,6 +16,7 @@ from dooly_backend.errors import CheckFailed, InputError
 from dooly_backend.regression.latency import LatencyModel
 from dooly_backend.regression.select import UnmeasuredError
 from dooly_backend.simulation.execution import OF_CONFIGURATION, Execution, capture_sizes
+from dooly_backend.simulation.limits import serving_limits
 from dooly_backend.simulation.records import ServingLimits
 from dooly_backend.simulation.step_time import StepModel
 
@@ -33,6 +34,10 @@ class Source:
     @property
     def environment(self) -> Environment:
         return self.model.environment
+
+    def limits(self, given: Mapping[str, Any]) -> ServingLimits:
+        """What is given, and vLLM's defaults for the rest (`limits.serving_limits`)."""
+        return serving_limits(self.configuration, self.environment, given, self.model.kv_capacity)
 
     def timer(self, limits: ServingLimits) -> StepModel:
         """The step times under these limits, which decide what vLLM captures graphs for."""

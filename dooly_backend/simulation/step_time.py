@@ -36,7 +36,7 @@ Predicted = tuple[Numbers, Flags]  # microseconds, and whether outside the profi
 HOST = "host"
 GROUPS = ("attention", "linear", "moe", "collectives", "other")
 _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective")
-_MATRIX_PRODUCTS = ("linear", "::mm", "addmm", "matmul", "embedding", "lmhead")
+_MATRIX_PRODUCTS = ("linear", "::mm", "addmm", "matmul", "lmhead", "logitsprocessor")
 _MEMO = 65_536  # single steps that are remembered
 
 

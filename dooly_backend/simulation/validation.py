@@ -22,6 +22,8 @@ from dooly_backend.simulation.workload import Workload
 
 Say = Callable[[str], None]
 
+_WARM_UP_REQUESTS = 4
+
 
 @dataclass(frozen=True)
 class Validation:
@@ -119,34 +121,46 @@ def validate(
     """Serve every workload `runs` times, in turns, and simulate it under the server's limits.
 
     In turns, so that a disturbance of minutes does not hit one workload alone.
-    The simulation comes first: it knows nothing of the live runs.
     """
-    built = [workload.build() for workload in workloads]
-    simulated: list[tuple[Run, Run]] = []
-    for workload, requests in zip(workloads, built, strict=True):
-        both: list[Run] = [
-            simulate(
-                requests,
-                server.limits,
-                each,
-                concurrency=workload.concurrency,
-                scheduler=scheduler,
-            )
-            for each in (timer, timer.forward_only())
-        ]
-        simulated.append((both[0], both[1]))
     say("warming up")
-    for requests in built:
-        live.warm_up(server, requests)
+    warm_up(server, workloads)
     served: list[list[Run]] = [[] for _ in workloads]
     for turn in range(runs):
-        for index, (workload, requests) in enumerate(zip(workloads, built, strict=True)):
+        for index, workload in enumerate(workloads):
             say(f"serving {workload.name}, run {turn + 1} of {runs}")
-            served[index].append(live.serve(server, requests, concurrency=workload.concurrency))
+            served[index].append(serve(server, workload))
     return [
-        Validation(workload, live_runs, both[0], both[1], timer, scheduler)
-        for workload, live_runs, both in zip(workloads, served, simulated, strict=True)
+        compared(workload, live_runs, timer, scheduler)
+        for workload, live_runs in zip(workloads, served, strict=True)
     ]
+
+
+def warm_up(server: Server, workloads: Sequence[Workload]) -> None:
+    """Serve a few requests of each, so that what is compiled at first use is compiled."""
+    for workload in workloads:
+        live.warm_up(server, workload.build()[:_WARM_UP_REQUESTS])
+
+
+def serve(server: Server, workload: Workload) -> Run:
+    """One live run."""
+    return live.serve(server, workload.build(), concurrency=workload.concurrency)
+
+
+def compared(
+    workload: Workload,
+    served: Sequence[Run],
+    timer: StepModel,
+    scheduler: SchedulerName = "dooly",
+) -> Validation:
+    """Live runs of `workload` beside its simulation under the same limits."""
+    limits = served[0].limits
+    if limits is None:
+        raise ValueError("a live run without limits cannot be simulated")
+    simulated, forward_only = (
+        simulate(workload.build(), limits, each, scheduler, concurrency=workload.concurrency)
+        for each in (timer, timer.forward_only())
+    )
+    return Validation(workload, served, simulated, forward_only, timer, scheduler)
 
 
 def at_load(

@@ -1,0 +1,1 @@
+"""Live engines beside their simulation, with committed results."""

@@ -1,0 +1,165 @@
+"""Three workloads on live vLLM and in simulation, in pieces that a shared host allows.
+
+    python -m integration.validate.run smollm-135m --db latency.db -o results/smollm-135m
+
+Profiles what --db lacks, finds the rates that are --load of the simulated
+capacity, then serves the workloads in turns, --runs times each. Every run is
+written when it is over; after --minutes the next call goes on. With all runs
+there, the simulation is compared with them: comparison.csv, figures.json,
+plots.html, README.md.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+import pandas as pd
+
+from dooly_backend.config import load_model
+from dooly_backend.engines.serving import ServingOptions, boot_server
+from dooly_backend.simulation.run_file import load_run, save_run
+from dooly_backend.simulation.source import Source, profiled
+from dooly_backend.simulation.validation import at_load, compared, serve, table_rows, warm_up
+from dooly_backend.simulation.validation_report import write_validation
+from dooly_backend.simulation.workload import Workload
+
+MIX = {"longest": 1024, "arrivals": "poisson"}
+WORKLOADS = [
+    Workload(name="balanced", prompt=192, prompt_median=150, output=40, output_median=32, **MIX,
+             rate=1.0),
+    Workload(name="prefill-heavy", prompt=448, prompt_median=400, output=10, output_median=8, **MIX,
+             rate=1.0),
+    Workload(name="decode-heavy", prompt=48, prompt_median=40, output=120, output_median=100, **MIX,
+             rate=1.0),
+]  # fmt: skip
+TITLES = ("", "live", "simulated", "error, %", "noise, %", "forward only, %")
+
+
+@click.command()
+@click.argument("model")
+@click.option("--db", default="latency.db", show_default=True)
+@click.option("-o", "--out", type=click.Path(path_type=Path), required=True)
+@click.option("--sweep", default="quick", show_default=True)
+@click.option("--seconds", default=30.0, show_default=True, help="Length of one live run.")
+@click.option("--load", default=0.8, show_default=True)
+@click.option("--runs", default=3, show_default=True)
+@click.option("--minutes", default=5.0, show_default=True, help="Start no run that ends later.")
+@click.option("--threads", default=1, show_default=True)
+@click.option("--compare-only", is_flag=True, help="Serve nothing: compare the runs there are.")
+def main(
+    model: str,
+    db: str,
+    out: Path,
+    sweep: str,
+    seconds: float,
+    load: float,
+    runs: int,
+    minutes: float,
+    threads: int,
+    compare_only: bool,
+) -> None:
+    """Go on with the validation of MODEL in OUT."""
+    began = time.monotonic()
+    described = load_model(model)
+    arguments = ["--threads", str(threads), "--sweep", sweep]
+    source = profiled(db, described.name, None, {}, arguments, model)
+    out.mkdir(parents=True, exist_ok=True)
+    files = [(w.name, out / f"{w.name}-live-{n}.json.xz") for n in range(runs) for w in WORKLOADS]
+    pending = [(name, file) for name, file in files if not file.exists()]
+    if pending and not compare_only:
+        options = ServingOptions(
+            model=described,
+            backend=source.configuration.backend,
+            dtype=source.configuration.dtype,
+            block_size=source.configuration.block_size,
+            threads=threads,
+            eager=True,
+            max_num_seqs=32,
+            max_num_batched_tokens=1024,
+            max_model_len=2048,
+        )
+        with boot_server(options) as server:
+            chosen = planned(out, source, server.limits, load, seconds)
+            warm_up(server, list(chosen.values()))
+            for name, file in pending:
+                if time.monotonic() - began + 1.3 * seconds > 60 * minutes:
+                    break
+                save_run(serve(server, chosen[name]), file)
+                print(f"{time.monotonic() - began:.0f} s: {file.name}", flush=True)
+    if all(file.exists() for _, file in files):
+        report(out, source, files)
+    else:
+        print("not all runs are there yet: call again")
+
+
+def planned(
+    out: Path, source: Source, limits: Any, load: float, seconds: float
+) -> dict[str, Workload]:
+    """The workloads at their rates and lengths: chosen once, then kept in plan.json."""
+    plan = out / "plan.json"
+    if not plan.exists():
+        timer = source.timer(limits)
+        rates = {
+            w.name: at_load(w.model_copy(update={"requests": 200}), load, limits, timer).rate
+            for w in WORKLOADS
+        }
+        plan.write_text(
+            json.dumps({n: {"rate": r, "requests": round(r * seconds)} for n, r in rates.items()})
+            + "\n"
+        )
+    return with_plan(plan)
+
+
+def with_plan(plan: Path) -> dict[str, Workload]:
+    chosen = json.loads(plan.read_text())
+    return {w.name: w.model_copy(update=chosen[w.name]) for w in WORKLOADS}
+
+
+def report(out: Path, source: Source, files: list[tuple[str, Path]]) -> None:
+    """Compare the runs in `out` with the simulation."""
+    found = []
+    for name, workload in with_plan(out / "plan.json").items():
+        live = [load_run(file) for n, file in files if n == name]
+        found.append(compared(workload, live, source.timer(live[0].limits)))
+    write_validation(out, found, source.about(), plotlyjs="cdn")
+    lines = [f"# {source.configuration.model} on {source.environment.device}", ""]
+    for validation in found:
+        table = pd.DataFrame(table_rows(validation)).rename(columns={"what": ""})
+        table.columns = pd.Index(TITLES)
+        figures = validation.figures()
+        lines += [
+            f"## {validation.name}, {validation.workload.requests} requests, "
+            f"{len(validation.live)} live runs",
+            "",
+            _markdown(table),
+            "",
+            f"Schedule, replayed: {figures['schedule_agreement']}% of the steps equal. Single "
+            f"requests: TTFT {figures['ttft_mape_requests']:.1f}% (noise "
+            f"{figures['ttft_noise_requests']:.1f}%), TPOT {figures['tpot_mape_requests']:.1f}% "
+            f"(noise {figures['tpot_noise_requests']:.1f}%). Tokens per step "
+            f"{figures['step_tokens_mape']:.1f}%, requests per step "
+            f"{figures['step_requests_mape']:.1f}% (noise {figures['step_tokens_noise']:.1f}%, "
+            f"{figures['step_requests_noise']:.1f}%). "
+            f"Single steps {figures['step_time_mape']:.1f}%,"
+            f" all together {figures['step_time_bias']:+.1f}%.",
+            "",
+        ]
+    (out / "README.md").write_text("\n".join(lines))
+    print("\n".join(lines))
+
+
+def _markdown(table: pd.DataFrame) -> str:
+    """Numbers with one decimal; what is not known as a dash."""
+    rows = [TITLES, ("---",) * len(TITLES)]
+    for row in table.itertuples(index=False):
+        values = ["-" if v != v else f"{v:.1f}" for v in row[1:]]
+        rows.append((row[0], *values))
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+if __name__ == "__main__":
+    main()
