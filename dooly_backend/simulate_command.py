@@ -39,6 +39,15 @@ if TYPE_CHECKING:
 )
 @scheduler_options
 @click.option(
+    "--calibrate",
+    "live_runs",
+    metavar="RUN",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="A live run of this configuration, as `dooly validate -o` writes them: what the host "
+    "adds to a step is fitted to it. May be repeated.",
+)
+@click.option(
     "--scheduler",
     type=click.Choice(["dooly", "engine"]),
     default="dooly",
@@ -55,6 +64,7 @@ def simulate(
     backend: str | None,
     tensor_parallel: int | None,
     serving: Mapping[str, Any],
+    live_runs: tuple[Path, ...],
     scheduler: Any,
     out: Path | None,
     as_json: bool,
@@ -83,6 +93,11 @@ def simulate(
     )
     limits = source.limits(serving)
     timer = source.timer(limits)
+    if live_runs:
+        from dooly_backend.simulation.calibrate import calibrated
+        from dooly_backend.simulation.run_file import load_run
+
+        timer = timer.with_cost(calibrated(map(load_run, live_runs), timer))
     began = time.perf_counter()
     run = run_simulation(
         requests, limits, timer, concurrency=workload.concurrency, scheduler=scheduler

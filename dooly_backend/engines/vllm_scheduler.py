@@ -6,8 +6,10 @@ same in 0.25.1 (lines 479 and 519) and 0.32.0 (694 and 740). The host does one
 thing at a time; the device runs steps in the order in which they are launched.
 
 - Both call `schedule`, then `execute_model` and `sample_tokens`: scheduling begins
-  at `start`, and at `launched = start + host` the step is with the device.
-- The device begins when it is free: `ready = max(launched, ready before) + device`.
+  at `start`, the first kernel goes out at `start + host`, and at
+  `launched = start + host + launch` the whole step is with the device.
+- The device begins when it is free, and is not done before all is launched:
+  `ready = max(max(start + host, ready before) + device, launched)`.
 - `step` then waits for `future.result()` and calls `update_from_output`:
   `end = ready + output`, and the next step is scheduled at `end`.
 - `step_with_batch_queue` (asynchronous scheduling, two batches under way) returns
@@ -56,7 +58,9 @@ class VirtualClock:
         batch = Batch(tuple(Request(r.query, r.context) for r in scheduled_requests(output)))
         time = self._timer.time(batch)
         self._now += time.host_us / 1e6
-        self._device_free = max(self._device_free, self._now) + time.device_us / 1e6
+        begin = max(self._device_free, self._now)
+        self._now += time.launch_us / 1e6
+        self._device_free = max(begin + time.device_us / 1e6, self._now)
         self._under_way[id(output)] = self._device_free, time.output_us / 1e6
         return time
 

@@ -112,6 +112,7 @@ class Steps(_Rows):
                 float(self.times.host_us[index]),
                 float(self.times.output_us[index]),
                 bool(self.times.extrapolated[index]),
+                0.0 if self.times.launch_us is None else float(self.times.launch_us[index]),
             )
         return StepRecord(
             float(self.start_s[index]),
@@ -196,6 +197,7 @@ def _times(times: Sequence[StepTime | None]) -> StepTimes | None:
         _numbers([time.host_us for time in known]),
         _numbers([time.output_us for time in known]),
         np.array([time.extrapolated for time in known], np.bool_),
+        _numbers([time.launch_us for time in known]),
     )
 
 

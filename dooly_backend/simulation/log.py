@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from dooly_backend.simulation.columns import Steps
-from dooly_backend.simulation.records import Batches, Integers, ManyStepTimer, StepTimes
+from dooly_backend.simulation.records import Batches, Integers, ManyStepTimer, Numbers, StepTimes
 
 LAUNCHES, TAKES = 1, 2  # what a turn of the engine's loop does to a step: both, one or none
 BOTH = LAUNCHES | TAKES
@@ -119,6 +119,7 @@ class Log:
         """
         host = (times.host_us / 1e6).tolist()
         device = (times.device_us / 1e6).tolist()
+        launch = (launches(times) / 1e6).tolist()
         # Of steps launched before, too: their results may be taken now.
         self._outputs += (times.output_us / 1e6).tolist()
         now, free = self.now, self._device_free
@@ -128,8 +129,10 @@ class Log:
                 if what & LAUNCHES:
                     self._start.append(now)
                     now += host[launched]
+                    begin = max(free, now)
+                    now += launch[launched]
                     self._launched.append(now)
-                    free = max(free, now) + device[launched]
+                    free = max(begin + device[launched], now)
                     self._due.append(free)
                     launched += 1
                 if what & TAKES:
@@ -200,6 +203,7 @@ def _first(times: StepTimes, count: int) -> StepTimes:
         times.host_us[:count],
         times.output_us[:count],
         times.extrapolated[:count],
+        None if times.launch_us is None else times.launch_us[:count],
     )
 
 
@@ -211,7 +215,13 @@ def _joined(times: list[StepTimes]) -> StepTimes:
         np.concatenate([t.host_us for t in times]),
         np.concatenate([t.output_us for t in times]),
         np.concatenate([t.extrapolated for t in times]),
+        np.concatenate([launches(t) for t in times]),
     )
+
+
+def launches(times: StepTimes) -> Numbers:
+    """`launch_us`, as an array in any case."""
+    return np.zeros(len(times.device_us)) if times.launch_us is None else times.launch_us
 
 
 _NO_TIMES = StepTimes(np.zeros(0), np.zeros(0), np.zeros(0), np.zeros(0, np.bool_))

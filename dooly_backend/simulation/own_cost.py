@@ -37,8 +37,8 @@ class OwnTimes:
     """Microseconds per step.
 
     `serial_us` adds to the operations. `launch_us` is what the host needs to
-    launch them: the device cannot be done earlier. `host_us` comes before the
-    launch and `output_us` after the result (`StepTime`).
+    launch them: the device works meanwhile and cannot be done earlier. `host_us`
+    comes before the launch and `output_us` after the result (`StepTime`).
     """
 
     serial_us: Numbers

@@ -74,13 +74,15 @@ class StepTime:
 
     `device_us` is the time that the device is busy with it; `host_us` is what the
     host needs before it can launch it, which asynchronous scheduling hides behind
-    the previous step; `output_us` is what the host needs after it.
+    the previous step; `output_us` is what the host needs after it. `launch_us` is
+    how long the host launches: the device works meanwhile, and is not done before.
     """
 
     device_us: float
     host_us: float = 0.0
     output_us: float = 0.0
     extrapolated: bool = False
+    launch_us: float = 0.0
 
 
 class StepTimer(Protocol):
@@ -141,6 +143,7 @@ class StepTimes:
     host_us: Numbers
     output_us: Numbers
     extrapolated: npt.NDArray[np.bool_]
+    launch_us: Numbers | None = None  # None: nothing
 
 
 class ManyStepTimer(StepTimer, Protocol):

@@ -32,7 +32,7 @@ FORMAT = "dooly-run"
 VERSION = 1
 
 _REQUEST = ("id", "prompt_tokens", "output_tokens", "prefix", "prefix_tokens", "priority")
-_TIME = ("device_us", "host_us", "output_us")
+_TIME = ("device_us", "host_us", "output_us", "launch_us")
 _MOST_BYTES = 1 << 30  # unpacked: a file of a stranger may unpack to anything
 
 
@@ -187,7 +187,7 @@ def from_json(values: dict[str, Any]) -> Run:
 
 
 def _time(columns: dict[str, Any], index: int) -> StepTime:
-    parts = {name: columns[name][index] for name in _TIME}
+    parts = {name: columns[name][index] for name in _TIME if name in columns}
     return StepTime(**parts, extrapolated=bool(columns["extrapolated"][index]))
 
 

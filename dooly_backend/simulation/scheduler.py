@@ -70,4 +70,5 @@ class OneByOne:
             np.array([time.host_us for time in times]),
             np.array([time.output_us for time in times]),
             np.array([time.extrapolated for time in times], np.bool_),
+            np.array([time.launch_us for time in times]),
         )

@@ -136,10 +136,14 @@ class StepModel:
         return cls(parts_of(model.occurrences), LatencyPredictor(model), cost, execution)
 
     def forward_only(self) -> StepModel:
-        """The same without the step's own cost; what is known already is shared."""
+        """The same without the step's own cost."""
+        return self.with_cost(NoCost())
+
+    def with_cost(self, cost: OwnCost) -> StepModel:
+        """The same with another cost of its own; what is known of the operations is shared."""
         twin = object.__new__(StepModel)
         twin.__dict__.update(self.__dict__)
-        twin.cost = NoCost()
+        twin.cost = cost
         twin._one = lru_cache(_MEMO)(twin._time)
         return twin
 
@@ -151,19 +155,18 @@ class StepModel:
 
     def times(self, batches: Batches) -> StepTimes:
         """Many steps at once, microseconds. No batch may be empty."""
-        shapes = self._shapes(batches)
+        shapes = self.shapes(batches)
         us, extrapolated = self._operations(batches, shapes)
         own = self.cost.of(shapes)
-        # A device that outruns the host waits for its launches.
-        device = np.maximum(us.sum(axis=0), own.launch_us) + own.serial_us
-        return StepTimes(device, own.host_us, own.output_us, extrapolated)
+        device = us.sum(axis=0) + own.serial_us
+        return StepTimes(device, own.host_us, own.output_us, extrapolated, own.launch_us)
 
     def parts_us(self, batches: Batches) -> Mapping[str, Numbers]:
         """Where the steps' time goes: per group one entry per step; `host` is the steps' own."""
-        shapes = self._shapes(batches)
+        shapes = self.shapes(batches)
         us, _ = self._operations(batches, shapes)
         own = self.cost.of(shapes)
-        waits = np.maximum(0.0, own.launch_us - us.sum(axis=0))
+        waits = np.maximum(0.0, own.launch_us - us.sum(axis=0) - own.serial_us)
         host = own.serial_us + own.host_us + own.output_us + waits
         return {**dict(zip(self.groups, us, strict=True)), HOST: host}
 
@@ -174,9 +177,11 @@ class StepModel:
             float(times.host_us[0]),
             float(times.output_us[0]),
             bool(times.extrapolated[0]),
+            0.0 if times.launch_us is None else float(times.launch_us[0]),
         )
 
-    def _shapes(self, batches: Batches) -> Shapes:
+    def shapes(self, batches: Batches) -> Shapes:
+        """Tokens, padding, requests and execution mode of each step."""
         tokens, requests = batches.total(batches.query), batches.num_reqs
         longest = np.maximum.reduceat(batches.query, batches.starts)
         mode, padded = self.execution.modes(tokens, requests, longest)

@@ -1,0 +1,100 @@
+"""The host's part of a step, fitted to a live run of the same configuration.
+
+A profile of a GPU holds what its kernels take. What is left of a step is told
+by when each live step was scheduled, launched, ready and noted
+(`StepRecord`). Latencies of requests are not looked at.
+
+- Before and during the launch: `launched - start`. A step that replays a whole
+  graph is launched at once; what other steps need longer is launching, beside
+  which the device works already.
+- After the result: `end - ready`.
+- Gaps between kernels and kernels outside the model: where the device was the
+  slower one, the distance of two results less the operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+from scipy.optimize import nnls
+
+from dooly_backend.errors import InputError
+from dooly_backend.simulation.columns import Steps
+from dooly_backend.simulation.execution import Mode
+from dooly_backend.simulation.own_cost import Affine, HostCost
+from dooly_backend.simulation.records import Numbers, Run
+from dooly_backend.simulation.replay import batches
+from dooly_backend.simulation.step_time import StepModel
+
+FEWEST_STEPS = 20
+_WAITED_US = 20.0  # a host that waited so long for a result has seen it when it came
+
+
+def calibrated(live: Iterable[Run], model: StepModel) -> HostCost:
+    """What the steps of `live` took beyond the operations that `model` knows.
+
+    Raises InputError where the runs have too few steps, or do not tell when
+    steps were launched.
+    """
+    tables = [_table(run, model) for run in live]
+    steps = pd.concat(tables, ignore_index=True) if tables else pd.DataFrame()
+    if len(steps) < FEWEST_STEPS or steps["host"].isna().all():
+        raise InputError(
+            f"a step cost needs at least {FEWEST_STEPS} live steps that tell when they were "
+            "launched: give a run that `dooly validate -o` wrote"
+        )
+    modes = [Mode(mode) for mode in sorted(steps["mode"].unique())]
+    quickest = max(modes)  # whole graphs, where there are any
+    host = _affine(steps[steps["mode"] == quickest], "host")
+    launch = {}
+    for mode in modes:
+        if mode != quickest:
+            of_mode = steps[steps["mode"] == mode]
+            before = host.step_us + host.request_us * of_mode["requests"]
+            rest = of_mode.assign(launch=of_mode["host"] - before)
+            launch[mode] = _affine(rest, "launch")
+    # What is launched slowly is seen late: only whole graphs tell the device's gaps.
+    device = steps[steps["device_bound"] & (steps["mode"] == quickest)]
+    serial = _affine(device, "beyond") if len(device) >= FEWEST_STEPS else Affine()
+    return HostCost(serial=serial, launch=launch, host=host, output=_affine(steps, "output"))
+
+
+def _table(run: Run, model: StepModel) -> pd.DataFrame:
+    """One row per step: microseconds of its parts, and whether the device bounded it."""
+    columns, many = Steps.of(run.steps), batches(run)
+    shapes = model.shapes(many)
+    operations = model.forward_only().times(many).device_us
+    waited = (columns.ready_s - _next(columns.launched_s)) * 1e6 > _WAITED_US
+    before = np.roll(columns.ready_s, 1)
+    bound = waited & np.roll(waited, 1)
+    bound[:1] = False
+    return pd.DataFrame(
+        {
+            "mode": shapes.mode,
+            "requests": shapes.requests,
+            "host": (columns.launched_s - columns.start_s) * 1e6,
+            "output": (columns.end_s - columns.ready_s) * 1e6,
+            "beyond": (columns.ready_s - before) * 1e6 - operations,
+            "device_bound": bound,
+        }
+    )
+
+
+def _next(values: Numbers) -> Numbers:
+    """The following step's value; none after the last."""
+    return np.append(values[1:], np.nan)
+
+
+def _affine(steps: pd.DataFrame, column: str) -> Affine:
+    """``a + b * requests``, neither negative, through the medians at every number of requests."""
+    groups = steps.groupby("requests")[column].agg(["median", "size"])
+    weights = np.sqrt(groups["size"].to_numpy(float))
+    requests = groups.index.to_numpy(float)
+    factors: npt.NDArray[np.float64] = np.column_stack([np.ones(len(groups)), requests])
+    if len(groups) == 1:
+        factors = factors[:, :1]
+    fitted, _ = nnls(factors * weights[:, None], groups["median"].to_numpy(float) * weights)
+    return Affine(*(float(value) for value in fitted))
