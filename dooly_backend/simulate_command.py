@@ -28,6 +28,12 @@ if TYPE_CHECKING:
     show_default=True,
     help="NAME[:SETTING=VALUE,...]: a name in configs/workloads, a YAML file, or a trace.",
 )
+@click.option(
+    "--bundle",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="Step times from this bundle (`dooly fit`) instead of --db.",
+)
 @console.database_option
 @console.environment_option
 @click.option("--backend", metavar="NAME", help="The attention backend, where there are several.")
@@ -59,6 +65,7 @@ if TYPE_CHECKING:
 def simulate(
     model: str,
     workload_text: str,
+    bundle: Path | None,
     db: str,
     environment: str | None,
     backend: str | None,
@@ -71,26 +78,30 @@ def simulate(
 ) -> None:
     """Simulate how an engine serves a workload: TTFT, TPOT, throughput.
 
-    Step times come from --db. A model that it does not know yet is profiled
-    into it first, which needs the engine; else nothing does. Limits that are
-    not given are vLLM's defaults for its server on the profiled device.
+    Step times come from --bundle, or from --db, which is fitted first. A model
+    that --db does not know yet is profiled into it, which needs the engine; else
+    nothing does. Limits that are not given are vLLM's defaults for its server on
+    the profiled device.
 
     \b
     Examples:
       dooly simulate smollm-135m --workload fixed:requests=200,rate=1
+      dooly simulate smollm-135m --bundle bundle.joblib --workload balanced -o results
       dooly simulate Llama-3.1-8B --db builtin:h200 --backend FLASH_ATTN --kv-cache-memory 100
     """
     from dooly_backend.simulation.metrics import Metrics
     from dooly_backend.simulation.scheduler import simulate as run_simulation
-    from dooly_backend.simulation.source import model_name, profiled
+    from dooly_backend.simulation.source import from_bundle, model_name, profiled
     from dooly_backend.simulation.workload import load_workload
 
     workload = load_workload(workload_text)
     requests = workload.build()
     filters = {"backend": backend, "tensor_parallel": tensor_parallel}
-    source = profiled(
-        db, model_name(model), environment, filters, profile_arguments(filters), model
-    )
+    if bundle is not None:
+        source = from_bundle(bundle, model_name(model), filters)
+    else:
+        arguments = profile_arguments(filters)
+        source = profiled(db, model_name(model), environment, filters, arguments, model)
     limits = source.limits(serving)
     timer = source.timer(limits)
     if live_runs:

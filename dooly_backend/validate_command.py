@@ -47,6 +47,12 @@ _SETTINGS = ("rate", "concurrency", "arrivals")  # of a workload, that leave no 
     show_default=True,
     help="Live runs of each workload; two or more show the noise floor.",
 )
+@click.option(
+    "--bundle",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="Step times from this bundle (`dooly fit`) instead of --db.",
+)
 @console.database_option
 @console.environment_option
 @click.option("--backend", metavar="NAME", help="The attention backend. [default: the engine's]")
@@ -73,6 +79,7 @@ def validate(
     workload_texts: tuple[str, ...],
     load: float,
     runs: int,
+    bundle: Path | None,
     db: str,
     environment: str | None,
     backend: str | None,
@@ -86,7 +93,7 @@ def validate(
 ) -> None:
     """Serve a workload on the live engine and in simulation, and compare.
 
-    What --db does not know of the model is profiled first. Errors are percent;
+    Without --bundle, what --db does not know of the model is profiled first. Errors are percent;
     beside them stand the error of one live run against another (noise) and the
     error of a simulation that knows the operations but not the step's own cost
     (forward only). The schedule is compared step by step, with the requests of
@@ -97,22 +104,26 @@ def validate(
       dooly validate smollm-135m
       dooly validate smollm-135m --workload prefill-heavy:requests=30 --load 0.5 --runs 3 -o results
     """
+    from dooly_backend.config import load_model
     from dooly_backend.engines.serving import ServingOptions, boot_server
-    from dooly_backend.simulation.source import model_name, profiled
+    from dooly_backend.simulation.source import from_bundle, profiled
     from dooly_backend.simulation.validation import overall
     from dooly_backend.simulation.validation import validate as run
     from dooly_backend.simulation.workload import load_workload
 
     workloads = [load_workload(text) for text in workload_texts]
-    described = described_model(model)
-    source = profiled(
-        db,
-        model_name(model),
-        environment,
-        {"backend": backend, "tensor_parallel": tensor_parallel},
-        profile_arguments(model, backend, tensor_parallel, threads, sweep_name),
-        model,
-    )
+    described = load_model(model)
+    if bundle is not None:
+        source = from_bundle(bundle, described.name, {"backend": backend})
+    else:
+        source = profiled(
+            db,
+            described.name,
+            environment,
+            {"backend": backend, "tensor_parallel": tensor_parallel},
+            profile_arguments(backend, tensor_parallel, threads, sweep_name),
+            model,
+        )
     options = ServingOptions(
         model=described,
         engine=source.configuration.engine,
@@ -124,15 +135,14 @@ def validate(
         eager=source.configuration.execution_mode == "eager",
         **serving,
     )
-    say = _say
-    say(f"starting {options.engine} with {described.name}")
+    _say(f"starting {options.engine} with {described.name}")
     with boot_server(options) as server:
         timer = source.timer(server.limits)
         chosen = [
             loaded(workload, text, load, server.limits, timer, scheduler)
             for workload, text in zip(workloads, workload_texts, strict=True)
         ]
-        found = run(server, timer, chosen, runs, scheduler=scheduler, say=say)
+        found = run(server, timer, chosen, runs, scheduler=scheduler, say=_say)
     if out is not None:
         from dooly_backend.simulation.validation_report import write_validation
 
@@ -156,12 +166,6 @@ def _say(text: str) -> None:
     console.log().print(text)
 
 
-def described_model(text: str) -> Any:
-    from dooly_backend.config import load_model
-
-    return load_model(text)
-
-
 def loaded(
     workload: Workload, text: str, load: float, limits: Any, timer: Any, scheduler: Any
 ) -> Workload:
@@ -176,7 +180,7 @@ def loaded(
 
 
 def profile_arguments(
-    model: str, backend: str | None, tensor_parallel: int, threads: int | None, sweep: str
+    backend: str | None, tensor_parallel: int, threads: int | None, sweep: str
 ) -> list[str]:
     """The options of `dooly profile` for what is to be validated."""
     arguments = ["--tp", str(tensor_parallel), "--sweep", sweep]

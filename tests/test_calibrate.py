@@ -6,7 +6,7 @@ import pytest
 
 from dooly_backend.database import Database
 from dooly_backend.errors import InputError
-from dooly_backend.regression.latency import LatencyModel
+from dooly_backend.regression.bundle import BundleConfiguration, fit_bundle
 from dooly_backend.simulation.calibrate import calibrated
 from dooly_backend.simulation.execution import Execution, Mode
 from dooly_backend.simulation.own_cost import Affine, HostCost
@@ -29,21 +29,21 @@ TRUE = HostCost(
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> LatencyModel:
+def model(tmp_path_factory: pytest.TempPathFactory) -> BundleConfiguration:
     path = tmp_path_factory.mktemp("calibrate") / "latency.db"
     with Database.open(path, create=True) as database:
         store(database, MEASURED)
-        return LatencyModel.load(database)
+        return fit_bundle(database).configurations[0]
 
 
-def served(model: LatencyModel, cost: HostCost, rate: float = 20.0) -> Run:
+def served(model: BundleConfiguration, cost: HostCost, rate: float = 20.0) -> Run:
     workload = Workload(
         requests=150, prompt=200, prompt_median=120, output=40, output_median=30, rate=rate
     )
     return simulate(workload.build(), LIMITS, StepModel.of(model, GRAPHS, cost))
 
 
-def test_the_cost_of_a_run_is_found_again(model: LatencyModel) -> None:
+def test_the_cost_of_a_run_is_found_again(model: BundleConfiguration) -> None:
     found = calibrated([served(model, TRUE)], StepModel.of(model, GRAPHS))
     for part in ("host", "output", "serial"):
         expected, actual = getattr(TRUE, part), getattr(found, part)
@@ -54,19 +54,19 @@ def test_the_cost_of_a_run_is_found_again(model: LatencyModel) -> None:
     assert Mode.FULL not in found.launch
 
 
-@pytest.mark.parametrize("launch_us", [20_000.0, 1_000_000.0])
+@pytest.mark.parametrize("launch_us", [1_000.0, 20_000.0])
 def test_a_step_ends_when_all_is_launched_and_computed(
-    model: LatencyModel, launch_us: float
+    model: BundleConfiguration, launch_us: float
 ) -> None:
     """The device works while the host launches: the longer of the two counts, not their sum."""
     cost = HostCost(launch={Mode.EAGER: Affine(launch_us)}, host=Affine(400.0))
     operations = StepModel.of(model, GRAPHS).time(Batch.prefill(200)).device_us
-    assert 20_000 < operations < 1_000_000
+    assert 1_000 < operations < 20_000
     run = simulate([ServingRequest(0, 0.0, 200, 1)], LIMITS, StepModel.of(model, GRAPHS, cost))
     assert run.steps[0].end_s * 1e6 == pytest.approx(400.0 + max(operations, launch_us))
 
 
-def test_too_few_steps_are_refused(model: LatencyModel) -> None:
+def test_too_few_steps_are_refused(model: BundleConfiguration) -> None:
     run = served(model, TRUE)
     with pytest.raises(InputError, match="at least 20 live steps"):
         calibrated([Run(run.steps[:5], run.requests)], StepModel.of(model, GRAPHS))

@@ -55,6 +55,23 @@ def test_a_simulation_says_what_it_found(dooly: Dooly) -> None:
     assert found["output_tokens_per_s"] > 0
 
 
+def test_a_bundle_gives_the_same_and_needs_no_database(dooly: Dooly, db: Path) -> None:
+    workload = ["--workload", "balanced:requests=10", "--json"]
+    from_database = json.loads(dooly("simulate", "Qwen3-0.6B", *workload).stdout)
+    fitted = dooly("fit", "-o", "bundle.joblib")
+    assert fitted.returncode == 0, fitted.stderr
+    db.unlink()
+    done = dooly("simulate", "Qwen3-0.6B", "--bundle", "bundle.joblib", *workload)
+    assert done.returncode == 0, done.stderr
+    from_bundle = json.loads(done.stdout)
+    for result in (from_database, from_bundle):
+        result.pop("seconds")
+    assert from_bundle == from_database
+    other = dooly("simulate", "smollm-135m", "--bundle", "bundle.joblib")
+    assert other.returncode == 2
+    assert "Qwen/Qwen3-0.6B" in other.stderr
+
+
 @pytest.mark.usefixtures("db")
 def test_the_same_seed_gives_the_same_run(dooly: Dooly) -> None:
     arguments = ["simulate", "Qwen3-0.6B", "--workload", "balanced:requests=10", "--json"]

@@ -1,4 +1,4 @@
-"""The time of steps, against the sums that `LatencyModel` makes one batch at a time."""
+"""The time of steps, against the sums that a bundle makes of its predictions."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import pytest
 
 from dooly_backend.database import Database
 from dooly_backend.database.records import Occurrence, StepCost
-from dooly_backend.regression.latency import LatencyModel
+from dooly_backend.regression.bundle import BundleConfiguration, fit_bundle
 from dooly_backend.simulation.execution import Execution, Mode
 from dooly_backend.simulation.own_cost import Affine, HostCost, Shapes, own_cost
 from dooly_backend.simulation.records import Batches
-from dooly_backend.simulation.step_time import StepModel, batches_of, group_of
+from dooly_backend.simulation.step_time import StepModel, group_of
 from dooly_backend.workload import Batch
 from tests.sample_records import ATTENTION, LINEAR, ROPE, SAMPLER, at, signature, store
 
@@ -22,7 +22,7 @@ BATCHES = [
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> LatencyModel:
+def model(tmp_path_factory: pytest.TempPathFactory) -> BundleConfiguration:
     measured = {
         ROPE: [at("constant", 5.0)],
         LINEAR: [at("tokens=1", 10.0), at("tokens=64", 20.0), at("tokens=256", 70.0)],
@@ -42,17 +42,22 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> LatencyModel:
     with Database.open(path, create=True) as database:
         ids = store(database, measured)
         database.set_step_cost(*ids, StepCost(100.0, 10.0, 1.0))
-        return LatencyModel.load(database)
+        return fit_bundle(database).configurations[0]
 
 
-def test_a_step_is_what_the_latency_model_says(model: LatencyModel) -> None:
+def operations_us(model: BundleConfiguration, batch: Batch) -> float:
+    return float(model.operations_us([batch])[0])
+
+
+def test_a_step_is_its_operations_and_its_own_cost(model: BundleConfiguration) -> None:
     steps = StepModel.of(model)
     for batch in BATCHES:
-        assert steps.time(batch).device_us == pytest.approx(model.step_us(batch))
+        own = 100 + 28 * 10 + batch.num_reqs
+        assert steps.time(batch).device_us == pytest.approx(operations_us(model, batch) + own)
         assert steps.time(batch).host_us == steps.time(batch).output_us == 0.0
 
 
-def test_many_at_once_are_the_same_as_one_by_one(model: LatencyModel) -> None:
+def test_many_at_once_are_the_same_as_one_by_one(model: BundleConfiguration) -> None:
     steps = StepModel.of(model)
     times = steps.times(Batches.of(BATCHES))
     assert times.device_us.tolist() == [steps.time(batch).device_us for batch in BATCHES]
@@ -60,7 +65,7 @@ def test_many_at_once_are_the_same_as_one_by_one(model: LatencyModel) -> None:
     assert len(set(times.extrapolated.tolist())) == 2
 
 
-def test_parts_add_up(model: LatencyModel) -> None:
+def test_parts_add_up(model: BundleConfiguration) -> None:
     steps = StepModel.of(model)
     parts = steps.parts_us(Batches.of(BATCHES))
     assert set(parts) == {"attention", "linear", "other", "host"}
@@ -73,15 +78,15 @@ def test_parts_add_up(model: LatencyModel) -> None:
     assert parts["host"][0] == pytest.approx(100 + 28 * 10 + one.num_reqs)
 
 
-def test_the_forward_pass_alone(model: LatencyModel) -> None:
+def test_the_forward_pass_alone(model: BundleConfiguration) -> None:
     steps = StepModel.of(model)
     forward = steps.forward_only()
     for batch in BATCHES:
-        assert forward.time(batch).device_us == pytest.approx(model.operations_us(batch))
+        assert forward.time(batch).device_us == pytest.approx(operations_us(model, batch))
         assert steps.time(batch).device_us > forward.time(batch).device_us
 
 
-def test_padding_reaches_what_depends_on_tokens_and_nothing_else(model: LatencyModel) -> None:
+def test_padding_reaches_what_depends_on_tokens(model: BundleConfiguration) -> None:
     padded = StepModel.of(model, Execution("FULL_AND_PIECEWISE", (16, 64), 16))
     plain = StepModel.of(model)
     batches = Batches.of([Batch.decode(9, 100)])
@@ -93,7 +98,7 @@ def test_padding_reaches_what_depends_on_tokens_and_nothing_else(model: LatencyM
     assert after["other"] == pytest.approx(before["other"])
 
 
-def test_a_device_that_outruns_the_host_waits_for_it(model: LatencyModel) -> None:
+def test_a_device_that_outruns_the_host_waits_for_it(model: BundleConfiguration) -> None:
     cost = HostCost(
         serial=Affine(7.0),
         launch={Mode.EAGER: Affine(1e5)},
@@ -102,7 +107,7 @@ def test_a_device_that_outruns_the_host_waits_for_it(model: LatencyModel) -> Non
     )
     time = StepModel.of(model, cost=cost).time(Batch.decode(4, 100))
     assert (time.launch_us, time.host_us, time.output_us) == (1e5, 58.0, 2.0)
-    assert time.device_us == pytest.approx(model.operations_us(Batch.decode(4, 100)) + 7.0)
+    assert time.device_us == pytest.approx(operations_us(model, Batch.decode(4, 100)) + 7.0)
     batches = Batches.of([Batch.decode(4, 100)])
     parts = StepModel.of(model, cost=cost).parts_us(batches)
     assert sum(p[0] for p in parts.values()) == pytest.approx(1e5 + 58.0 + 2.0)
@@ -116,23 +121,17 @@ def test_graphs_are_launched_at_once() -> None:
     assert own.launch_us.tolist() == [100.0, 3.0]
 
 
-def test_no_fitted_cost_is_none(model: LatencyModel) -> None:
+def test_no_fitted_cost_is_none(model: BundleConfiguration) -> None:
     numbers = np.array([4])
     own = own_cost(None, 28).of(Shapes(numbers, numbers, numbers, np.zeros(1, np.int8)))
     assert own.serial_us.tolist() == [0.0]
 
 
-def test_arrays_hold_the_batches() -> None:
-    assert list(batches_of(Batches.of(BATCHES))) == BATCHES
-
-
 def test_decodes_that_go_on() -> None:
     steps = Batches.decodes(np.array([10, 20]), 3)
-    assert [batch.key for batch in batches_of(steps)] == [
-        "1x1+20,1x1+10",
-        "1x1+21,1x1+11",
-        "1x1+22,1x1+12",
-    ]
+    by_hand = Batches.of([Batch.parse(f"1x1+{20 + n},1x1+{10 + n}") for n in range(3)])
+    assert sorted(steps.context) == sorted(by_hand.context)
+    assert steps.starts.tolist() == by_hand.starts.tolist() == [0, 2, 4]
     assert steps.num_reqs.tolist() == [2, 2, 2]
 
 

@@ -30,6 +30,7 @@ from dooly_backend.database import Database
 from dooly_backend.database.records import (
     Configuration,
     Environment,
+    KvCapacity,
     Occurrence,
     Signature,
     StepCost,
@@ -49,6 +50,7 @@ __all__ = ["Bundle", "BundleConfiguration", "BundleError", "fit_bundle", "load_b
 
 _DIGITS = 6  # of a hash that select a signature
 _UNITS = {"time": "us", "tokens": "tokens", "errors": "|log(measured / predicted)|"}
+_GPU_MEMORY_UTILIZATION = 0.92  # `vllm/config/cache.py`, 0.25.1 and 0.32
 _VERSIONS = ("numpy", "scipy", "scikit-learn", "joblib")
 SomeBatches = BatchArray | Columns | Sequence[Batch]
 
@@ -223,12 +225,20 @@ def fit_bundle(
             graph,
             database.step_cost(i, environment_id),
             {o.signature.hash: fitted[o.signature.hash] for o in graph},
+            _kv_blocks(database.kv_capacity(i, environment_id)),
         )
         for i, graph in graphs.items()
     )
     return Bundle(
         database.environments()[environment_id], fitted, configurations, _metadata(database, fitted)
     )
+
+
+def _kv_blocks(capacity: KvCapacity | None) -> int | None:
+    """KV blocks under vLLM's defaults; None where the memory of a step was not measured (CPUs)."""
+    if capacity is None or capacity.activation_bytes is None:
+        return None
+    return capacity.num_blocks(_GPU_MEMORY_UTILIZATION)
 
 
 def _metadata(database: Database, fitted: Mapping[str, FittedSignature]) -> dict[str, Any]:

@@ -11,10 +11,10 @@ from typing import Any
 
 from dooly_backend.config import load_model
 from dooly_backend.database import Database
-from dooly_backend.database.records import Configuration, Environment
+from dooly_backend.database.records import Configuration, Environment, KvCapacity
 from dooly_backend.errors import CheckFailed, InputError
-from dooly_backend.regression.latency import LatencyModel
-from dooly_backend.regression.select import UnmeasuredError
+from dooly_backend.regression.bundle import BundleConfiguration, fit_bundle, load_bundle
+from dooly_backend.regression.select import UnmeasuredError, select
 from dooly_backend.simulation.execution import OF_CONFIGURATION, Execution, capture_sizes
 from dooly_backend.simulation.limits import serving_limits
 from dooly_backend.simulation.records import ServingLimits
@@ -25,19 +25,20 @@ from dooly_backend.simulation.step_time import StepModel
 class Source:
     """A configuration that was profiled, and the times of its steps."""
 
-    model: LatencyModel
+    environment: Environment
+    fitted: BundleConfiguration
+    capacity: KvCapacity | None = None
 
     @property
     def configuration(self) -> Configuration:
-        return self.model.configuration
-
-    @property
-    def environment(self) -> Environment:
-        return self.model.environment
+        return self.fitted.configuration
 
     def limits(self, given: Mapping[str, Any]) -> ServingLimits:
         """What is given, and vLLM's defaults for the rest (`limits.serving_limits`)."""
-        return serving_limits(self.configuration, self.environment, given, self.model.kv_capacity)
+        sized = any(given.get(name) is not None for name in ("num_gpu_blocks", "kv_cache_gib"))
+        if self.capacity is None and self.fitted.kv_blocks and not sized:
+            given = {**given, "num_gpu_blocks": self.fitted.kv_blocks}
+        return serving_limits(self.configuration, self.environment, given, self.capacity)
 
     def timer(self, limits: ServingLimits) -> StepModel:
         """The step times under these limits, which decide what vLLM captures graphs for."""
@@ -49,7 +50,7 @@ class Source:
                 limits.max_num_batched_tokens,
                 self.environment.engine_version,
             )
-        return StepModel.of(self.model, Execution(graphs, sizes, limits.max_num_seqs))
+        return StepModel.of(self.fitted, Execution(graphs, sizes, limits.max_num_seqs))
 
     def about(self) -> dict[str, Any]:
         """What was profiled where, for a summary."""
@@ -64,12 +65,27 @@ class Source:
         }
 
 
+def from_bundle(path: Path, model: str | None, filters: Mapping[str, Any]) -> Source:
+    """Of a bundle, from whomever it comes. Raises InputError where it lacks the model."""
+    bundle = load_bundle(path)
+    return Source(bundle.environment, bundle.configuration(model, **filters))
+
+
 def from_database(
     db: str, model: str, environment: str | None, filters: Mapping[str, Any]
 ) -> Source:
-    """Of what the database measured. Raises InputError where it does not know the model."""
+    """Of what the database measured, fitted now.
+
+    Raises UnmeasuredError where the database does not know the model, InputError
+    where several configurations or environments fit.
+    """
     with Database.open(db, read_only=True) as database:
-        return Source(LatencyModel.load(database, model, environment, **filters))
+        configuration_id, environment_id = select(database, model, environment, filters)
+        configuration = database.configurations()[configuration_id]
+        place = database.environments()[environment_id]
+        bundle = fit_bundle(database, [configuration.digest], place.digest)
+        capacity = database.kv_capacity(configuration_id, environment_id)
+    return Source(bundle.environment, bundle.configurations[0], capacity)
 
 
 def profiled(

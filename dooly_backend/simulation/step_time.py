@@ -5,8 +5,7 @@ step's own cost. Signatures that depend on a number alone (tokens, requests)
 are summed into one table each, filled as numbers occur; what is left per step
 is a look-up in each and a prediction per attention signature.
 
-    with Database.open("latency.db", read_only=True) as database:
-        timer = StepModel.of(LatencyModel.load(database, "SmolLM-135M"))
+    timer = StepModel.of(load_bundle("bundle.joblib").configuration("SmolLM-135M"))
     timer.time(Batch.parse("1x512+0,8x1+1024"))
     timer.times(Batches.of(batches))          # many at once
     timer.parts_us(Batches.of(batches))       # by group: attention, linear, ...
@@ -23,12 +22,12 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from dooly_backend.database.records import Occurrence
-from dooly_backend.regression.latency import LatencyModel
+from dooly_backend.database.records import Configuration, Occurrence, StepCost
+from dooly_backend.regression.prediction import SignaturePredictor
 from dooly_backend.simulation.execution import Execution
 from dooly_backend.simulation.own_cost import NoCost, OwnCost, Shapes, own_cost
 from dooly_backend.simulation.records import Batches, Integers, Numbers, StepTime, StepTimes
-from dooly_backend.workload import Batch, PointKind, Request
+from dooly_backend.workload import Batch, PointKind
 
 Flags = npt.NDArray[np.bool_]
 Predicted = tuple[Numbers, Flags]  # microseconds, and whether outside the profiled range
@@ -46,27 +45,28 @@ class Predictor(Protocol):
     def predict(self, signature: str, batches: Batches) -> Predicted: ...
 
 
-@dataclass(frozen=True)
-class LatencyPredictor:
-    """Predictions of a `LatencyModel`, which takes one batch at a time."""
+class Fitted(Protocol):
+    """What a bundle knows of one configuration (`BundleConfiguration`)."""
 
-    model: LatencyModel
+    @property
+    def configuration(self) -> Configuration: ...
+    @property
+    def occurrences(self) -> Sequence[Occurrence]: ...
+    @property
+    def step_cost(self) -> StepCost | None: ...
+    @property
+    def predictors(self) -> Mapping[str, SignaturePredictor]: ...
+
+
+@dataclass(frozen=True)
+class BundlePredictor:
+    """Predictions of a bundle's regressors; signatures with the same features share them."""
+
+    predictors: Mapping[str, SignaturePredictor]
 
     def predict(self, signature: str, batches: Batches) -> Predicted:
-        latency = self.model.signatures[signature]
-        found = [latency.at(batch)[0] for batch in batches_of(batches)]
-        return (
-            np.array([estimate.statistics.median_us for estimate in found]),
-            np.array([estimate.extrapolated for estimate in found], bool),
-        )
-
-
-def batches_of(batches: Batches) -> Iterable[Batch]:
-    """Inverse of `Batches.of`."""
-    query, context = batches.query.tolist(), batches.context.tolist()
-    ends = [*batches.starts[1:].tolist(), len(query)]
-    for start, end in zip(batches.starts.tolist(), ends, strict=True):
-        yield Batch(tuple(map(Request, query[start:end], context[start:end])))
+        found = self.predictors[signature].predict_batches(batches)
+        return found.us, found.extrapolated
 
 
 @dataclass(frozen=True)
@@ -128,12 +128,13 @@ class StepModel:
 
     @classmethod
     def of(
-        cls, model: LatencyModel, execution: Execution | None = None, cost: OwnCost | None = None
+        cls, fitted: Fitted, execution: Execution | None = None, cost: OwnCost | None = None
     ) -> StepModel:
-        """The steps of what a database measured; `cost` is by default what it fitted."""
+        """The steps of a configuration of a bundle; `cost` is by default what its profile says."""
         if cost is None:
-            cost = own_cost(model.step_cost, model.configuration.layers_run)
-        return cls(parts_of(model.occurrences), LatencyPredictor(model), cost, execution)
+            cost = own_cost(fitted.step_cost, fitted.configuration.layers_run)
+        predictor = BundlePredictor(fitted.predictors)
+        return cls(parts_of(fitted.occurrences), predictor, cost, execution)
 
     def forward_only(self) -> StepModel:
         """The same without the step's own cost."""

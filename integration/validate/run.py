@@ -2,11 +2,12 @@
 
     python -m integration.validate.run smollm-135m --db latency.db -o results/smollm-135m
 
-Profiles what --db lacks, finds the rates that are --load of the simulated
-capacity, then serves the workloads in turns, --runs times each. Every run is
-written when it is over; after --minutes the next call goes on. With all runs
-there, the simulation is compared with them: comparison.csv, figures.json,
-plots.html, README.md.
+Profiles what --db lacks and fits it to bundle.joblib, finds the rates that are
+--load of the simulated capacity, then serves the workloads in turns, --runs
+times each. Every run is written when it is over; after --minutes the next call
+goes on. With all runs there, the simulation is compared with them:
+comparison.csv, figures.json, plots.html, README.md. With --compare-only nothing
+is served, and no engine is needed.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ import click
 import pandas as pd
 
 from dooly_backend.config import load_model
+from dooly_backend.database import Database
 from dooly_backend.engines.serving import ServingOptions, boot_server
+from dooly_backend.regression.bundle import fit_bundle
 from dooly_backend.simulation.run_file import load_run, save_run
-from dooly_backend.simulation.source import Source, profiled
+from dooly_backend.simulation.source import Source, from_bundle, profiled
 from dooly_backend.simulation.validation import at_load, compared, serve, table_rows, warm_up
 from dooly_backend.simulation.validation_report import write_validation
 from dooly_backend.simulation.workload import Workload
@@ -65,9 +68,14 @@ def main(
     """Go on with the validation of MODEL in OUT."""
     began = time.monotonic()
     described = load_model(model)
-    arguments = ["--threads", str(threads), "--sweep", sweep]
-    source = profiled(db, described.name, None, {}, arguments, model)
-    out.mkdir(parents=True, exist_ok=True)
+    bundle = out / "bundle.joblib"
+    if not bundle.exists():
+        arguments = ["--threads", str(threads), "--sweep", sweep]
+        profiled(db, described.name, None, {}, arguments, model)
+        out.mkdir(parents=True, exist_ok=True)
+        with Database.open(db, read_only=True) as database:
+            fit_bundle(database, [described.name]).save(bundle)
+    source = from_bundle(bundle, None, {})
     files = [(w.name, out / f"{w.name}-live-{n}.json.xz") for n in range(runs) for w in WORKLOADS]
     pending = [(name, file) for name, file in files if not file.exists()]
     if pending and not compare_only:

@@ -1,0 +1,107 @@
+"""Recorded live runs beside their simulation, each with the step cost of other workloads' runs.
+
+    python -m integration.validate.cross meta-llama/Llama-3.1-8B --db builtin:h200 \
+        --backend FLASH_ATTN RUN... -o results
+
+The runs are those that `integration.live_vllm.run` writes. For every workload
+the host's part of a step is calibrated on the runs of all other workloads, so
+that nothing of what is predicted has been seen. Needs no engine.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from dooly_backend.simulation.calibrate import calibrated
+from dooly_backend.simulation.compare import Comparison, schedule_agreement
+from dooly_backend.simulation.execution import Execution
+from dooly_backend.simulation.metrics import Metrics
+from dooly_backend.simulation.records import Run
+from dooly_backend.simulation.replay import replayed
+from dooly_backend.simulation.run_file import load_run
+from dooly_backend.simulation.scheduler import simulate
+from dooly_backend.simulation.source import from_database
+from dooly_backend.simulation.step_time import StepModel
+
+
+@click.command()
+@click.argument("model")
+@click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--db", required=True)
+@click.option("--backend")
+@click.option("-o", "--out", type=click.Path(path_type=Path), required=True)
+def main(model: str, files: tuple[Path, ...], db: str, backend: str | None, out: Path) -> None:
+    """Compare FILES, grouped by workload, with simulations of MODEL."""
+    source = from_database(db, model, None, {"backend": backend})
+    runs: dict[str, list[Run]] = {}
+    for file in files:
+        run = load_run(file)
+        runs.setdefault(str(run.about.get("workload", file.name)), []).append(run)
+    lines = [f"# {source.configuration.model} on {source.environment.device}", ""]
+    for workload, live in runs.items():
+        model_of_steps = StepModel.of(source.fitted, execution_of(live[0]))
+        kernels = Comparison([*map(Metrics, live)], Metrics(simulated(live[0], model_of_steps)))
+        others = [run for name, those in runs.items() if name != workload for run in those]
+        cost = calibrated(others, model_of_steps)
+        with_cost = simulated(live[0], model_of_steps.with_cost(cost))
+        found = Comparison(kernels.live, Metrics(with_cost))
+        lines += [f"## {workload}", "", *rows(found, kernels), ""]
+        agreement = min(schedule_agreement(run, replayed(run)) for run in live)
+        lines += [
+            f"Schedule, replayed: {agreement:.1f}% of the steps equal. Mean of the four: TTFT "
+            f"{found.mape('ttft'):.1f}%, TPOT {found.mape('tpot'):.1f}%; kernels only "
+            f"{kernels.mape('ttft'):.1f}%, {kernels.mape('tpot'):.1f}%. Tokens per step "
+            f"{found.steps.loc['tokens', 'mape']:.1f}%, requests per step "
+            f"{found.steps.loc['requests', 'mape']:.1f}%.",
+            "",
+            f"Served with {json.dumps(settings(live[0]))}.",
+            "",
+        ]
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "README.md").write_text("\n".join(lines))
+    print("\n".join(lines))
+
+
+def execution_of(run: Run) -> Execution:
+    """The execution modes of the engine that served the run, as it said itself."""
+    graphs, sizes = run.about.get("cudagraph_mode"), run.about.get("cudagraph_capture_sizes")
+    if not graphs or not sizes or run.limits is None:
+        return Execution()
+    return Execution(graphs, sizes, run.limits.max_num_seqs)
+
+
+def simulated(live: Run, timer: StepModel) -> Run:
+    assert live.limits is not None
+    return simulate([record.request for record in live.requests], live.limits, timer)
+
+
+def rows(found: Comparison, kernels: Comparison) -> list[str]:
+    """A table in Markdown."""
+    lines = [
+        "| | live | simulated | error, % | noise, % | kernels only, % |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for key, row in found.latencies.iterrows():
+        lines.append(
+            f"| {key[0].upper()} {key[1]}, ms | {row['live'] * 1e3:.1f} "
+            f"| {row['simulated'] * 1e3:.1f} | {row['error']:+.1f} | {row['noise']:.1f} "
+            f"| {kernels.latencies.loc[key, 'error']:+.1f} |"
+        )
+    row = found.throughput
+    lines.append(
+        f"| output tokens/s | {row['live']:.1f} | {row['simulated']:.1f} | {row['error']:+.2f} "
+        f"| {row['noise']:.2f} | {kernels.throughput['error']:+.2f} |"
+    )
+    return lines
+
+
+def settings(run: Run) -> dict[str, object]:
+    left_out = ("cudagraph_capture_sizes", "workload", "model")
+    return {name: value for name, value in run.about.items() if name not in left_out}
+
+
+if __name__ == "__main__":
+    main()
