@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from dooly_backend.simulation.validation import Validation
     from dooly_backend.simulation.workload import Workload
 
+_CALIBRATION_S = 25.0
 _SETTINGS = ("rate", "concurrency", "arrivals")  # of a workload, that leave no room for --load
 
 
@@ -64,6 +65,13 @@ _SETTINGS = ("rate", "concurrency", "arrivals")  # of a workload, that leave no 
     "--threads", type=click.IntRange(min=1), help="Threads of a CPU engine; leave a core to others."
 )
 @console.sweep_option
+@click.option(
+    "--calibrate/--no-calibrate",
+    "calibrate",
+    default=True,
+    show_default=True,
+    help="Serve other requests for a while first, and fit the step's own cost to them.",
+)
 @scheduler_options
 @click.option(
     "--scheduler",
@@ -86,6 +94,7 @@ def validate(
     tensor_parallel: int,
     threads: int | None,
     sweep_name: str,
+    calibrate: bool,
     serving: Mapping[str, Any],
     scheduler: Any,
     out: Path | None,
@@ -94,9 +103,9 @@ def validate(
     """Serve a workload on the live engine and in simulation, and compare.
 
     Without --bundle, what --db does not know of the model is profiled first. Errors are percent;
-    beside them stand the error of one live run against another (noise) and the
-    error of a simulation that knows the operations but not the step's own cost
-    (forward only). The schedule is compared step by step, with the requests of
+    beside them stand the error of one live run against another (noise), the error
+    with the step cost that the profile says instead of a calibrated one (profile
+    only), and with none (forward only). The schedule is compared step by step, with the requests of
     each live run replayed as they came.
 
     \b
@@ -107,7 +116,7 @@ def validate(
     from dooly_backend.config import load_model
     from dooly_backend.engines.serving import ServingOptions, boot_server
     from dooly_backend.simulation.source import from_bundle, profiled
-    from dooly_backend.simulation.validation import overall
+    from dooly_backend.simulation.validation import calibration_workload, overall
     from dooly_backend.simulation.validation import validate as run
     from dooly_backend.simulation.workload import load_workload
 
@@ -142,7 +151,20 @@ def validate(
             loaded(workload, text, load, server.limits, timer, scheduler)
             for workload, text in zip(workloads, workload_texts, strict=True)
         ]
-        found = run(server, timer, chosen, runs, scheduler=scheduler, say=_say)
+        calibration = None
+        if calibrate:
+            calibration = calibration_workload(
+                _CALIBRATION_S, load, server.limits, timer, scheduler=scheduler
+            )
+        found = run(
+            server,
+            timer,
+            chosen,
+            runs,
+            calibration=calibration,
+            scheduler=scheduler,
+            say=_say,
+        )
     if out is not None:
         from dooly_backend.simulation.validation_report import write_validation
 
@@ -205,7 +227,7 @@ def table(validation: Validation, source: Source) -> Table:
         f"all together {figures['step_time_bias']:+.1f}%"
     )
     result = Table(
-        "", "live", "simulated", "error, %", "noise, %", "forward only, %",
+        "", "live", "simulated", "error, %", "noise, %", "profile only, %", "forward only, %",
         title=f"{source.configuration.model} on {source.environment.device}: {validation.name}",
         caption=caption, title_justify="left", caption_justify="left",
     )  # fmt: skip
@@ -216,6 +238,7 @@ def table(validation: Validation, source: Source) -> Table:
             f"{row['simulated']:.1f}",
             _percent(row["error"], "+.1f"),
             _percent(row["noise"], ".1f"),
+            _percent(row["profile_only"], "+.1f"),
             _percent(row["forward_only"], "+.1f"),
         )
     return result

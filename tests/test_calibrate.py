@@ -72,3 +72,18 @@ def test_too_few_steps_are_refused(model: BundleConfiguration) -> None:
         calibrated([Run(run.steps[:5], run.requests)], StepModel.of(model, GRAPHS))
     with pytest.raises(InputError, match="at least 20 live steps"):
         calibrated([], StepModel.of(model, GRAPHS))
+
+
+def test_a_cpu_run_is_fitted_as_a_whole(model: BundleConfiguration) -> None:
+    """In series everything adds up; the cost per token and a negative one are found, too."""
+    limits = replace(LIMITS, async_scheduling=False)
+    cost = HostCost(serial=Affine(-200.0, 30.0, 4.0))
+    plain = StepModel.of(model)
+    workload = Workload(
+        requests=60, prompt=200, prompt_median=120, output=40, output_median=30, rate=20.0
+    )
+    run = simulate(workload.build(), limits, plain.with_cost(cost))
+    found = calibrated([run], plain).serial
+    assert found.step_us == pytest.approx(-200.0, rel=0.01)
+    assert found.request_us == pytest.approx(30.0, rel=0.01)
+    assert found.token_us == pytest.approx(4.0, rel=0.01)

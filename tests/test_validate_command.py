@@ -24,7 +24,7 @@ def test_live_and_simulated_in_one_run(profiled: Profiled, tmp_path: Path) -> No
             sys.executable, "-m", "dooly_backend.cli", "validate", "smollm-135m", "--json",
             "--db", str(profiled.path), "--threads", "1", "--runs", "2", "--sweep", "smoke",
             "--workload", workload, "--max-num-batched-tokens", "64", "--max-model-len", "512",
-            "-o", str(tmp_path / "out"),
+            "--no-calibrate", "-o", str(tmp_path / "out"),
         ],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,

@@ -46,7 +46,7 @@ def run(factor: float) -> Run:
 @pytest.fixture(scope="module")
 def validation() -> Validation:
     live = [run(1.0), run(1.0)]
-    return Validation(WORKLOAD, live, run(1.0), run(0.5), Affine())  # type: ignore[arg-type]
+    return Validation(WORKLOAD, live, run(1.0), run(1.0), run(0.5), Affine())  # type: ignore[arg-type]
 
 
 def test_a_perfect_simulation(validation: Validation) -> None:

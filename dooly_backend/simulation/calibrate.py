@@ -10,6 +10,11 @@ by when each live step was scheduled, launched, ready and noted
 - After the result: `end - ready`.
 - Gaps between kernels and kernels outside the model: where the device was the
   slower one, the distance of two results less the operations.
+
+Without asynchronous scheduling the parts of a step follow one another, and on a
+CPU they cannot be told apart: there the whole step less its operations is
+fitted, in requests and tokens. It may be negative: code that never leaves the
+cache in a step costs an operation less than it did when it was timed alone.
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
-from scipy.optimize import nnls
+from scipy.optimize import least_squares, nnls
 
 from dooly_backend.errors import InputError
 from dooly_backend.simulation.columns import Steps
@@ -30,6 +35,7 @@ from dooly_backend.simulation.replay import batches
 from dooly_backend.simulation.step_time import StepModel
 
 FEWEST_STEPS = 20
+_DAMPED = 0.1  # relative errors above which a step counts for less
 _WAITED_US = 20.0  # a host that waited so long for a result has seen it when it came
 
 
@@ -39,13 +45,16 @@ def calibrated(live: Iterable[Run], model: StepModel) -> HostCost:
     Raises InputError where the runs have too few steps, or do not tell when
     steps were launched.
     """
+    live = list(live)
     tables = [_table(run, model) for run in live]
     steps = pd.concat(tables, ignore_index=True) if tables else pd.DataFrame()
-    if len(steps) < FEWEST_STEPS or steps["host"].isna().all():
+    if len(steps) < FEWEST_STEPS or steps["host"].isna().any():
         raise InputError(
             f"a step cost needs at least {FEWEST_STEPS} live steps that tell when they were "
             "launched: give a run that `dooly validate -o` wrote"
         )
+    if not any(run.limits is None or run.limits.async_scheduling for run in live):
+        return HostCost(serial=_in_series(steps))
     modes = [Mode(mode) for mode in sorted(steps["mode"].unique())]
     quickest = max(modes)  # whole graphs, where there are any
     host = _affine(steps[steps["mode"] == quickest], "host")
@@ -75,12 +84,33 @@ def _table(run: Run, model: StepModel) -> pd.DataFrame:
         {
             "mode": shapes.mode,
             "requests": shapes.requests,
+            "tokens": shapes.tokens,
+            "whole": (columns.end_s - columns.start_s) * 1e6,
+            "operations": operations,
             "host": (columns.launched_s - columns.start_s) * 1e6,
             "output": (columns.end_s - columns.ready_s) * 1e6,
             "beyond": (columns.ready_s - before) * 1e6 - operations,
             "device_bound": bound,
         }
     )
+
+
+def _in_series(steps: pd.DataFrame) -> Affine:
+    """``a + b * requests + c * tokens`` beyond the operations: relative errors, outliers damped."""
+    whole, operations = steps["whole"].to_numpy(), steps["operations"].to_numpy()
+    factors = np.column_stack([np.ones(len(steps)), steps["requests"], steps["tokens"]])
+    varies = np.ptp(factors, axis=0) > 0
+    varies[0] = True
+    relative = factors[:, varies] / whole[:, None]
+
+    def residuals(coefficients: Numbers) -> Numbers:
+        return relative @ coefficients - (whole - operations) / whole
+
+    start, *_ = np.linalg.lstsq(relative, (whole - operations) / whole, rcond=None)
+    found = least_squares(residuals, start, loss="soft_l1", f_scale=_DAMPED, x_scale="jac")
+    coefficients = np.zeros(3)
+    coefficients[varies] = found.x
+    return Affine(*(float(value) for value in coefficients))
 
 
 def _next(values: Numbers) -> Numbers:

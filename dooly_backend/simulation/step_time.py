@@ -159,7 +159,7 @@ class StepModel:
         shapes = self.shapes(batches)
         us, extrapolated = self._operations(batches, shapes)
         own = self.cost.of(shapes)
-        device = us.sum(axis=0) + own.serial_us
+        device = np.maximum(us.sum(axis=0) + own.serial_us, 0.0)
         return StepTimes(device, own.host_us, own.output_us, extrapolated, own.launch_us)
 
     def parts_us(self, batches: Batches) -> Mapping[str, Numbers]:

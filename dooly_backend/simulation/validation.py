@@ -12,6 +12,7 @@ import pandas as pd
 
 from dooly_backend.engines.serving import Server
 from dooly_backend.simulation import live
+from dooly_backend.simulation.calibrate import calibrated
 from dooly_backend.simulation.compare import Comparison, schedule_agreement, step_errors
 from dooly_backend.simulation.metrics import Metrics
 from dooly_backend.simulation.records import Run, ServingLimits, StepTimer
@@ -27,11 +28,16 @@ _WARM_UP_REQUESTS = 4
 
 @dataclass(frozen=True)
 class Validation:
-    """One workload: live runs, its simulation, and the simulation by operations alone."""
+    """One workload: live runs, its simulation, and simulations that know less.
+
+    `profile_only` has the step cost of the profile instead of a calibrated one,
+    `forward_only` none.
+    """
 
     workload: Workload
     live: Sequence[Run]
     simulated: Run
+    profile_only: Run
     forward_only: Run
     timer: StepModel
     scheduler: SchedulerName = "dooly"
@@ -39,6 +45,10 @@ class Validation:
     @cached_property
     def comparison(self) -> Comparison:
         return Comparison([Metrics(run) for run in self.live], Metrics(self.simulated))
+
+    @cached_property
+    def profile_comparison(self) -> Comparison:
+        return Comparison(self.comparison.live, Metrics(self.profile_only))
 
     @cached_property
     def forward_comparison(self) -> Comparison:
@@ -59,7 +69,7 @@ class Validation:
 
     def figures(self) -> dict[str, Any]:
         """What the JSON output says; percent, NaN as None."""
-        found, forward = self.comparison, self.forward_comparison
+        found, forward, profile = self.comparison, self.forward_comparison, self.profile_comparison
         values: dict[str, Any] = {
             "ttft_mape": found.mape("ttft"),
             "tpot_mape": found.mape("tpot"),
@@ -72,6 +82,8 @@ class Validation:
             "tpot_mape_requests": found.mape_of_requests("tpot"),
             "ttft_noise_requests": found.noise_of_requests("ttft"),
             "tpot_noise_requests": found.noise_of_requests("tpot"),
+            "ttft_mape_profile_only": profile.mape("ttft"),
+            "tpot_mape_profile_only": profile.mape("tpot"),
             "ttft_mape_forward_only": forward.mape("ttft"),
             "tpot_mape_forward_only": forward.mape("tpot"),
             "step_tokens_mape": found.steps.loc["tokens", "mape"],
@@ -115,22 +127,29 @@ def validate(
     workloads: Sequence[Workload],
     runs: int,
     *,
+    calibration: Workload | None = None,
     scheduler: SchedulerName = "dooly",
     say: Say = lambda _: None,
 ) -> list[Validation]:
     """Serve every workload `runs` times, in turns, and simulate it under the server's limits.
 
     In turns, so that a disturbance of minutes does not hit one workload alone.
+    With `calibration` that workload is served first, and the step's own cost is
+    fitted to it instead of taken from the profile.
     """
     say("warming up")
     warm_up(server, workloads)
+    calibrating = []
+    if calibration is not None:
+        say(f"serving {calibration.requests} requests to calibrate")
+        calibrating.append(serve(server, calibration))
     served: list[list[Run]] = [[] for _ in workloads]
     for turn in range(runs):
         for index, workload in enumerate(workloads):
             say(f"serving {workload.name}, run {turn + 1} of {runs}")
             served[index].append(serve(server, workload))
     return [
-        compared(workload, live_runs, timer, scheduler)
+        compared(workload, live_runs, timer, calibrating, scheduler)
         for workload, live_runs in zip(workloads, served, strict=True)
     ]
 
@@ -150,17 +169,44 @@ def compared(
     workload: Workload,
     served: Sequence[Run],
     timer: StepModel,
+    calibrating: Sequence[Run] = (),
     scheduler: SchedulerName = "dooly",
 ) -> Validation:
-    """Live runs of `workload` beside its simulation under the same limits."""
+    """Live runs of `workload` beside its simulation under the same limits.
+
+    The step's own cost is fitted to `calibrating`, runs of other requests.
+    """
     limits = served[0].limits
     if limits is None:
         raise ValueError("a live run without limits cannot be simulated")
-    simulated, forward_only = (
+    best = timer.with_cost(calibrated(calibrating, timer)) if calibrating else timer
+    simulated, profile_only, forward_only = (
         simulate(workload.build(), limits, each, scheduler, concurrency=workload.concurrency)
-        for each in (timer, timer.forward_only())
+        for each in (best, timer, timer.forward_only())
     )
-    return Validation(workload, served, simulated, forward_only, timer, scheduler)
+    return Validation(workload, served, simulated, profile_only, forward_only, best, scheduler)
+
+
+def calibration_workload(
+    seconds: float, load: float, limits: ServingLimits, timer: StepTimer, **how: Any
+) -> Workload:
+    """Requests of many lengths, other than any that a user names, for about so many seconds."""
+    longest = min(limits.max_model_len, 1024)
+    mixed = Workload(
+        name="calibration",
+        requests=100,
+        prompt=max(longest // 5, 2),
+        prompt_median=max(longest // 10, 1),
+        output=48,
+        output_median=32,
+        longest=longest,
+        arrivals="bursty",
+        burst=3,
+        rate=1.0,
+        seed=104729,
+    )
+    rate = at_load(mixed, load, limits, timer, **how).rate or 1.0
+    return mixed.model_copy(update={"rate": rate, "requests": max(round(rate * seconds), 6)})
 
 
 def at_load(
@@ -180,7 +226,7 @@ def table_rows(validation: Validation) -> list[Mapping[str, Any]]:
     """The latencies' table and the throughput, for people: milliseconds and percent."""
     rows: list[Mapping[str, Any]] = []
     for (latency, statistic), row in validation.comparison.latencies.iterrows():
-        forward = validation.forward_comparison.latencies.loc[(latency, statistic), "error"]
+        key = (latency, statistic)
         rows.append(
             {
                 "what": f"{latency.upper()} {statistic}, ms",
@@ -188,12 +234,16 @@ def table_rows(validation: Validation) -> list[Mapping[str, Any]]:
                 "simulated": row["simulated"] * 1e3,
                 "error": row["error"],
                 "noise": row["noise"],
-                "forward_only": forward,
+                "profile_only": validation.profile_comparison.latencies.loc[key, "error"],
+                "forward_only": validation.forward_comparison.latencies.loc[key, "error"],
             }
         )
     throughput = validation.comparison.throughput
-    forward = validation.forward_comparison.throughput["error"]
-    rows.append({"what": "output tokens/s", **throughput, "forward_only": forward})
+    less = {
+        "profile_only": validation.profile_comparison.throughput["error"],
+        "forward_only": validation.forward_comparison.throughput["error"],
+    }
+    rows.append({"what": "output tokens/s", **throughput, **less})
     for name, row in validation.comparison.steps.iterrows():
         unit = ", ms" if name == "milliseconds" else ""
         what = "time" if name == "milliseconds" else name
@@ -204,6 +254,7 @@ def table_rows(validation: Validation) -> list[Mapping[str, Any]]:
                 "simulated": row["simulated"],
                 "error": (row["simulated"] / row["live"] - 1) * 100,
                 "noise": row["noise"],
+                "profile_only": float("nan"),
                 "forward_only": float("nan"),
             }
         )

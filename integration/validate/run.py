@@ -4,10 +4,11 @@
 
 Profiles what --db lacks and fits it to bundle.joblib, finds the rates that are
 --load of the simulated capacity, then serves the workloads in turns, --runs
-times each. Every run is written when it is over; after --minutes the next call
-goes on. With all runs there, the simulation is compared with them:
-comparison.csv, figures.json, plots.html, README.md. With --compare-only nothing
-is served, and no engine is needed.
+times each, after other requests that calibrate the step's own cost. Every run
+is written when it is over; after --minutes the next call goes on. With all runs
+there, the simulation is compared with them: comparison.csv, figures.json,
+plots.html, README.md. With --compare-only nothing is served, and no engine is
+needed.
 """
 
 from __future__ import annotations
@@ -26,7 +27,14 @@ from dooly_backend.engines.serving import ServingOptions, boot_server
 from dooly_backend.regression.bundle import fit_bundle
 from dooly_backend.simulation.run_file import load_run, save_run
 from dooly_backend.simulation.source import Source, from_bundle, profiled
-from dooly_backend.simulation.validation import at_load, compared, serve, table_rows, warm_up
+from dooly_backend.simulation.validation import (
+    at_load,
+    calibration_workload,
+    compared,
+    serve,
+    table_rows,
+    warm_up,
+)
 from dooly_backend.simulation.validation_report import write_validation
 from dooly_backend.simulation.workload import Workload
 
@@ -39,7 +47,8 @@ WORKLOADS = [
     Workload(name="decode-heavy", prompt=48, prompt_median=40, output=120, output_median=100, **MIX,
              rate=1.0),
 ]  # fmt: skip
-TITLES = ("", "live", "simulated", "error, %", "noise, %", "forward only, %")
+TITLES = ("", "live", "simulated", "error, %", "noise, %", "profile only, %", "forward only, %")
+CALIBRATION = "calibration"
 
 
 @click.command()
@@ -76,7 +85,10 @@ def main(
         with Database.open(db, read_only=True) as database:
             fit_bundle(database, [described.name]).save(bundle)
     source = from_bundle(bundle, None, {})
-    files = [(w.name, out / f"{w.name}-live-{n}.json.xz") for n in range(runs) for w in WORKLOADS]
+    of_turns = [
+        (w.name, out / f"{w.name}-live-{n}.json.xz") for n in range(runs) for w in WORKLOADS
+    ]
+    files = [(CALIBRATION, out / f"{CALIBRATION}-live-0.json.xz"), *of_turns]
     pending = [(name, file) for name, file in files if not file.exists()]
     if pending and not compare_only:
         options = ServingOptions(
@@ -92,7 +104,7 @@ def main(
         )
         with boot_server(options) as server:
             chosen = planned(out, source, server.limits, load, seconds)
-            warm_up(server, list(chosen.values()))
+            warm_up(server, list(chosen.values())[:-1])
             for name, file in pending:
                 if time.monotonic() - began + 1.3 * seconds > 60 * minutes:
                     break
@@ -109,8 +121,8 @@ def planned(
 ) -> dict[str, Workload]:
     """The workloads at their rates and lengths: chosen once, then kept in plan.json."""
     plan = out / "plan.json"
+    timer = source.timer(limits)
     if not plan.exists():
-        timer = source.timer(limits)
         rates = {
             w.name: at_load(w.model_copy(update={"requests": 200}), load, limits, timer).rate
             for w in WORKLOADS
@@ -119,7 +131,8 @@ def planned(
             json.dumps({n: {"rate": r, "requests": round(r * seconds)} for n, r in rates.items()})
             + "\n"
         )
-    return with_plan(plan)
+    calibration = calibration_workload(seconds, load, limits, timer)
+    return {**with_plan(plan), CALIBRATION: calibration}
 
 
 def with_plan(plan: Path) -> dict[str, Workload]:
@@ -130,9 +143,10 @@ def with_plan(plan: Path) -> dict[str, Workload]:
 def report(out: Path, source: Source, files: list[tuple[str, Path]]) -> None:
     """Compare the runs in `out` with the simulation."""
     found = []
+    calibrating = [load_run(file) for name, file in files if name == CALIBRATION]
     for name, workload in with_plan(out / "plan.json").items():
         live = [load_run(file) for n, file in files if n == name]
-        found.append(compared(workload, live, source.timer(live[0].limits)))
+        found.append(compared(workload, live, source.timer(live[0].limits), calibrating))
     write_validation(out, found, source.about(), plotlyjs="cdn")
     lines = [f"# {source.configuration.model} on {source.environment.device}", ""]
     for validation in found:
