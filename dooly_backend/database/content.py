@@ -85,4 +85,9 @@ def _without_ids(row: Row, table: Table, identities: Mapping[str, Mapping[int, s
 
 def content_digest(found: Contents) -> str:
     """SHA-256 of the contents: equal for files that hold the same, in whatever order."""
-    return digest({name: sorted(map(canonical_json, rows)) for name, rows in found.items()})
+    return digest(
+        {
+            name: sorted(json.dumps(row, sort_keys=True) for row in rows)
+            for name, rows in found.items()
+        }
+    )

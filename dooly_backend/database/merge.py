@@ -10,23 +10,45 @@ says which one stays, whole: nothing is averaged or mixed.
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from dooly_backend.database.check import check
 from dooly_backend.database.content import BY_NAME, IDENTITY, Contents, Row, contents
 from dooly_backend.database.content import content_digest as digest_of
-from dooly_backend.database.records import canonical_json
 from dooly_backend.database.rows import insertion, matching
 from dooly_backend.database.session import Session
 from dooly_backend.database.store import Database
 from dooly_backend.errors import InputError
 
-Body = dict[str, list[Row]]  # rows of one unit by table
+
+@dataclass(frozen=True, eq=False)
+class Body:
+    """The rows of one unit, by table."""
+
+    rows: Mapping[str, list[Row]]
+
+    @cached_property
+    def text(self) -> str:
+        """Equal for equal rows, whatever their order."""
+        return json.dumps(
+            {
+                table: sorted(json.dumps(row, sort_keys=True) for row in rows)
+                for table, rows in self.rows.items()
+            },
+            sort_keys=True,
+        )
+
+    def of(self, table: str) -> list[Row]:
+        return self.rows.get(table, [])
+
+
 Rank = Callable[[Body], tuple[Any, ...]]
 
 
@@ -46,29 +68,31 @@ class Unit:
 
 def _earliest(column: str) -> Rank:
     """The one that was there first."""
-    return lambda body: (_Reversed(min(row[column] for rows in body.values() for row in rows)),)
+    return lambda body: (
+        _Reversed(min(row[column] for rows in body.rows.values() for row in rows)),
+    )
 
 
 def _of_point(body: Body) -> tuple[Any, ...]:
     """Measured here, before taken over, before skipped; then stable, more samples, earlier."""
-    measured = body.get("measurement")
+    measured = body.of("measurement")
     if not measured:
         return (0, 0, 0, _Reversed(""))
     (row,) = measured
-    level = 1 if body.get("inherited") else 2
+    level = 1 if body.of("inherited") else 2
     return (level, 1 - row["unstable"], row["n"], _Reversed(row["measured_at"]))
 
 
 def _of_steps(body: Body) -> tuple[Any, ...]:
     """Fitted before not, then more steps, then the later."""
-    steps = body.get("step_measurement", [])
+    steps = body.of("step_measurement")
     latest = max((row["measured_at"] for row in steps), default="")
-    return (len(body.get("step_cost", [])), len(steps), latest)
+    return (len(body.of("step_cost")), len(steps), latest)
 
 
 def _latest_end(body: Body) -> tuple[Any, ...]:
     """Of two states of one run, the later."""
-    return (max(row["ended_at"] for rows in body.values() for row in rows),)
+    return (max(row["ended_at"] for rows in body.rows.values() for row in rows),)
 
 
 _POINT_KEY = ("signature", "environment_id", "point_id")
@@ -155,12 +179,12 @@ Units = dict[tuple[str, tuple[Any, ...]], Body]
 def _units(found: Contents) -> Units:
     units: Units = {}
     for unit in UNITS:
-        bodies: dict[tuple[Any, ...], Body] = defaultdict(dict)
+        bodies: dict[tuple[Any, ...], dict[str, list[Row]]] = defaultdict(dict)
         for table in unit.tables:
             for row in found[table]:
                 key = tuple(row[column] for column in unit.key)
                 bodies[key].setdefault(table, []).append(row)
-        units |= {(unit.name, key): body for key, body in bodies.items()}
+        units |= {(unit.name, key): Body(rows) for key, rows in bodies.items()}
     return units
 
 
@@ -171,19 +195,10 @@ def united(files: Sequence[Units]) -> Units:
     for units in files:
         for key, body in units.items():
             other = union.get(key)
-            if other is None or _place(ranks[key[0]], body) > _place(ranks[key[0]], other):
+            rank = ranks[key[0]]
+            if other is None or (*rank(body), body.text) > (*rank(other), other.text):
                 union[key] = body
     return union
-
-
-def _place(rank: Rank, body: Body) -> tuple[Any, ...]:
-    return (*rank(body), _text(body))
-
-
-def _text(body: Body) -> str:
-    return canonical_json(
-        {table: sorted(map(canonical_json, rows)) for table, rows in body.items()}
-    )
 
 
 @dataclass(frozen=True)
@@ -203,11 +218,11 @@ def _counts(
     for key, body in after.items():
         if key not in before:
             added[key[0]] += 1
-        elif _text(before[key]) != _text(body):
+        elif before[key].text != body.text:
             replaced[key[0]] += 1
     for units in sources:
         for key, body in units.items():
-            kept[key[0]] += _text(body) != _text(after[key])
+            kept[key[0]] += body.text != after[key].text
     return added, replaced, kept
 
 
@@ -219,25 +234,22 @@ def _write(connection: sqlite3.Connection, before: Units, after: Units) -> None:
     ids: dict[str, dict[str, int]] = {parent: {} for parent in IDENTITY}
     for unit in UNITS:
         for (name, key), body in after.items():
-            if name != unit.name or _is_same(before.get((name, key)), body):
+            earlier = before.get((name, key))
+            if name != unit.name or (earlier is not None and earlier.text == body.text):
                 continue
             for table in unit.tables:
                 if table in IDENTITY or table == "signature":
-                    _upsert(connection, table, body[table])
+                    _upsert(connection, table, body.of(table))
                     continue
                 place = dict(zip(unit.key, key, strict=True))
                 _delete(connection, table, _with_ids(table, place, ids))
-                for row in body.get(table, ()):
+                for row in body.of(table):
                     columns = _with_ids(table, row, ids)
                     connection.execute(insertion(table, columns), columns)
         for parent, column in IDENTITY.items():
             if parent in unit.tables:
                 found = connection.execute(f"SELECT {column}, id FROM {parent}")
                 ids[parent] = dict(map(tuple, found))
-
-
-def _is_same(one: Body | None, other: Body) -> bool:
-    return one is not None and _text(one) == _text(other)
 
 
 def _upsert(connection: sqlite3.Connection, table: str, rows: Iterable[Row]) -> None:
