@@ -10,7 +10,8 @@ import pytest
 from dooly_backend.errors import InputError
 from dooly_backend.simulation.records import ServingLimits, ServingRequest
 from dooly_backend.simulation.scheduler import OneByOne, simulate
-from integration.schedules.cases import MadeUpTimer, differences, random_case, scaled
+from integration.schedules.cases import MadeUpTimer, differences
+from integration.schedules.cases import cases as make_cases
 from integration.schedules.equal import compare, vllm_version
 
 LIMITS = ServingLimits(8, 64, 256, 40, 16, async_scheduling=True)
@@ -20,9 +21,8 @@ TIMER = MadeUpTimer(64.0, 32.0)
 @pytest.mark.engine
 def test_equal_to_vllm_on_random_cases(needs_engine: None) -> None:
     counts: Counter[str] = Counter()
-    for seed in range(140):
-        case = scaled(random_case(seed, vllm_version()))
-        assert not compare(case, counts, Counter()), f"case {seed}"
+    for name, case in make_cases(140, version=vllm_version()).items():
+        assert not compare(case, counts, Counter()), name
     # Otherwise the cases would not try much.
     assert counts["steps"] > 20_000
     assert counts["with_preemptions"] > 30
@@ -30,7 +30,7 @@ def test_equal_to_vllm_on_random_cases(needs_engine: None) -> None:
 
 
 def test_many_steps_at_once_are_those_taken_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    cases = [scaled(random_case(seed)) for seed in range(150)]
+    cases = list(make_cases(150).values())
     fast = [simulate(c.requests, c.limits, c.timer, **c.feed) for c in cases]
     monkeypatch.setattr("dooly_backend.simulation.fast._Simulation._stride", lambda self: False)
     for case, run in zip(cases, fast, strict=True):

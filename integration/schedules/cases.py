@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -126,6 +126,38 @@ def scaled(case: Case) -> Case:
         for request in case.requests
     )
     return Case(requests, case.limits, case.timer, case.feed)
+
+
+def corner_cases(version: str = "0.32.0") -> list[Case]:
+    """Cases that the random ones hardly ever make."""
+    limits = ServingLimits(
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        max_model_len=200,
+        num_gpu_blocks=41,
+        block_size=4,
+        long_prefill_token_threshold=30,
+        policy="priority",
+        scheduler_reserve_full_isl=False,
+        version=version,
+    )
+    # The first is preempted after it was scheduled: a third prompt gets its part of the step.
+    requests = tuple(
+        ServingRequest(identity, float(identity > 0), 120, 5, priority=2 * (identity == 0))
+        for identity in range(3)
+    )
+    timer = MadeUpTimer(64.0, 32.0)
+    return [
+        Case(requests, replace(limits, async_scheduling=waits), timer, {"by_step": True})
+        for waits in (False, True)
+    ]
+
+
+def cases(count: int, seed: int = 0, version: str = "0.32.0") -> dict[str, Case]:
+    """The corner cases and `count` random ones, by name."""
+    corners = {f"corner {i}": case for i, case in enumerate(corner_cases(version))}
+    numbers = range(seed, seed + count)
+    return corners | {f"case {n}": scaled(random_case(n, version)) for n in numbers}
 
 
 def differences(expected: Run, found: Run) -> list[str]:

@@ -9,33 +9,53 @@ import json
 import sys
 import time
 from collections import Counter
+from pathlib import Path
 
 import click
 
-from integration.schedules.cases import Case, differences, random_case, scaled
+from integration.schedules.cases import Case, differences
+from integration.schedules.cases import cases as make_cases
+
+NAMES = (
+    "cases",
+    "different",
+    "requests",
+    "steps",
+    "preemptions",
+    "with_preemptions",
+    "with_cached_tokens",
+)
 
 
 @click.command()
 @click.option("--cases", default=1000, show_default=True)
 @click.option("--seed", default=0, show_default=True, help="Of the first case.")
 @click.option("--keep-going", is_flag=True, help="Do not stop at the first difference.")
-def main(cases: int, seed: int, keep_going: bool) -> None:
+@click.option("-o", "--out", type=click.Path(path_type=Path), help="A JSON file.")
+def main(cases: int, seed: int, keep_going: bool, out: Path | None) -> None:
     """Compare CASES random cases; exit code 1 where one differs."""
     from dooly_backend.engines.vllm_boot import import_vllm
 
     import_vllm(None)
     counts: Counter[str] = Counter()
     seconds: Counter[str] = Counter()
-    for number in range(seed, seed + cases):
-        case = scaled(random_case(number, vllm_version()))
+    for name, case in make_cases(cases, seed, vllm_version()).items():
         problems = compare(case, counts, seconds)
         counts["cases"] += 1
         if problems:
             counts["different"] += 1
-            print(f"case {number}: {case.limits} {case.feed}", *problems, sep="\n  ")
+            print(f"{name}: {case.limits} {case.feed}", *problems, sep="\n  ")
             if not keep_going:
                 break
-    print(json.dumps({**counts, **{f"{k}_s": round(v, 2) for k, v in seconds.items()}}))
+    result = {
+        "vllm": vllm_version(),
+        "first_seed": seed,
+        **{name: counts[name] for name in NAMES},
+        **{f"{name}_s": round(spent, 1) for name, spent in seconds.items()},
+    }
+    print(json.dumps(result))
+    if out is not None:
+        out.write_text(json.dumps(result, indent=2) + "\n")
     sys.exit(counts["different"] > 0)
 
 

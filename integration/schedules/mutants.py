@@ -1,0 +1,192 @@
+"""How many random cases notice a rule of our scheduler that is changed.
+
+    python -m integration.schedules.mutants --cases 200
+
+Each mutant is the scheduler with one line of it wrong. vLLM's scheduler runs
+every case once; a case notices a mutant when any step or time differs. Exit
+code 1 where a mutant is noticed by none: then the cases do not try that rule.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+
+from dooly_backend.simulation import blocks, fast, own_scheduler
+from dooly_backend.simulation.scheduler import simulate
+from integration.schedules.cases import cases as make_cases
+from integration.schedules.cases import differences
+from integration.schedules.equal import vllm_version
+
+SCHEDULER, BLOCKS = "own_scheduler", "blocks"
+#: What is wrong, where, the line as it is and as it would be.
+MUTANTS = (
+    (
+        "a request's first blocks are evicted first",
+        SCHEDULER,
+        "cannot_be_hit, reversed(task.blocks))",
+        "cannot_be_hit, list(task.blocks))",
+    ),
+    (
+        "the blocks freed last are evicted first",
+        BLOCKS,
+        "self._queue.append(block.place)",
+        "self._queue.appendleft(block.place)",
+    ),
+    (
+        "of two blocks with one content the newer is hit",
+        BLOCKS,
+        "return blocks[0] if blocks else None",
+        "return blocks[-1] if blocks else None",
+    ),
+    (
+        "a prompt may be found in the cache as a whole",
+        SCHEDULER,
+        "most = (task.known - 1) // self.limits.block_size",
+        "most = task.known // self.limits.block_size",
+    ),
+    (
+        "blocks that are hit count as free",
+        SCHEDULER,
+        "spare = self.pool.free - sum(block.place is not None for block in hits)",
+        "spare = self.pool.free",
+    ),
+    (
+        "no request ever finds its own blocks again",
+        SCHEDULER,
+        "task.tracked = True",
+        "task.tracked = False",
+    ),
+    (
+        "blocks are hashed when they are scheduled, not when their tokens are known",
+        SCHEDULER,
+        "self._cache(task, min(tokens, task.known))",
+        "self._cache(task, tokens)",
+    ),
+    ("no watermark", SCHEDULER, "spare -= self._watermark", "spare -= 0"),
+    (
+        "a prompt need not fit as a whole",
+        SCHEDULER,
+        "whole if limits.scheduler_reserve_full_isl else 0",
+        "0",
+    ),
+    (
+        "the oldest request is preempted",
+        SCHEDULER,
+        "return self.running.pop(), 0, 0",
+        "return self.running.pop(place), 0, 0",
+    ),
+    (
+        "preempted requests go to the end of the queue",
+        SCHEDULER,
+        "self._tasks.appendleft(task)",
+        "self._tasks.append(task)",
+    ),
+    (
+        "requests are admitted in a step that preempts",
+        SCHEDULER,
+        "if not step.preempted:",
+        "if True:",
+    ),
+    (
+        "of one priority the oldest is preempted",
+        SCHEDULER,
+        "key=lambda task: (task.priority, task.order))",
+        "key=lambda task: (task.priority, -task.order))",
+    ),
+    ("a lone request is held to the threshold", SCHEDULER, "eligible <= 1", "eligible <= 0"),
+    (
+        "a step gets no tokens back from a request that it preempts",
+        SCHEDULER,
+        "freed = step.queries.pop(index_in_step)",
+        "step.queries.pop(index_in_step)",
+    ),
+    (
+        "steps at once do not stop for blocks",
+        SCHEDULER,
+        "if self._needed(middle) <= self.pool.free:",
+        "if True:",
+    ),
+    (
+        "steps at once do not wait for who could be admitted",
+        SCHEDULER,
+        "len(running) < limits.max_num_seqs and not self._blocked:",
+        "False:",
+    ),
+)
+
+
+@click.command()
+@click.option("--cases", default=200, show_default=True)
+@click.option("--seed", default=0, show_default=True, help="Of the first case.")
+@click.option("-o", "--out", type=click.Path(path_type=Path), help="A Markdown table.")
+def main(cases: int, seed: int, out: Path | None) -> None:
+    """Run CASES random cases through every mutant."""
+    from dooly_backend.engines.vllm_boot import import_vllm
+
+    import_vllm(None)
+    version = vllm_version()
+    made = list(make_cases(cases, seed, version).values())
+    expected = [simulate(c.requests, c.limits, c.timer, "engine", **c.feed) for c in made]
+    lines = [
+        f"Cases of {len(made)} (vLLM {version}) that notice a changed rule:",
+        "",
+        "| changed rule | cases |",
+        "|---|---|",
+    ]
+    unnoticed = 0
+    for name, module, old, new in MUTANTS:
+        with mutated(module, old, new):
+            noticed = sum(fails(case, run) for case, run in zip(made, expected, strict=True))
+        unnoticed += not noticed
+        lines.append(f"| {name} | {noticed} |")
+    text = "\n".join(lines) + "\n"
+    print(text)
+    if out is not None:
+        out.write_text(text)
+    sys.exit(unnoticed > 0)
+
+
+def fails(case: Any, expected: Any) -> bool:
+    """Whether our scheduler, as it is now, gives anything else, or breaks."""
+    try:
+        found = simulate(case.requests, case.limits, case.timer, "dooly", **case.feed)
+    except Exception:  # a mutant may break in any way: that is noticed
+        return True
+    return bool(differences(expected, found))
+
+
+@contextmanager
+def mutated(module: str, old: str, new: str) -> Iterator[None]:
+    """Our scheduler with one line changed while the block runs."""
+    sources = {
+        name: Path(str(real.__file__)).read_text()
+        for name, real in ((BLOCKS, blocks), (SCHEDULER, own_scheduler))
+    }
+    if sources[module].count(old) != 1:
+        raise ValueError(f"{module} does not hold {old!r} once: bring the mutant up to date")
+    sources[module] = sources[module].replace(old, new)
+    pool = types.ModuleType("mutated_blocks")
+    exec(compile(sources[BLOCKS], "mutated_blocks", "exec"), pool.__dict__)
+    scheduler = types.ModuleType("mutated_scheduler")
+    exec(compile(sources[SCHEDULER], "mutated_scheduler", "exec"), scheduler.__dict__)
+    scheduler.__dict__["BlockPool"] = pool.__dict__["BlockPool"]
+    names = ("Scheduler", "Step", "Task")
+    real = {name: getattr(fast, name) for name in names}
+    for name in names:
+        setattr(fast, name, scheduler.__dict__[name])
+    try:
+        yield
+    finally:
+        for name, value in real.items():
+            setattr(fast, name, value)
+
+
+if __name__ == "__main__":
+    main()
