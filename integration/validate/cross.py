@@ -1,11 +1,12 @@
 """Recorded live runs beside their simulation, each with the step cost of other workloads' runs.
 
-    python -m integration.validate.cross meta-llama/Llama-3.1-8B --db builtin:h200 \
-        --backend FLASH_ATTN RUN... -o results
+    python -m integration.validate.cross meta-llama/Llama-3.1-8B RUN... \
+        --bundle results/h200/bundle.joblib --backend FLASH_ATTN -o results/h200
 
-The runs are those that `integration.live_vllm.run` writes. For every workload
-the host's part of a step is calibrated on the runs of all other workloads, so
-that nothing of what is predicted has been seen. Needs no engine.
+The runs are those that `integration.live_vllm.run` writes, the bundle is
+`dooly fit`'s. For every workload the host's part of a step is calibrated on the
+runs of all other workloads, so that nothing of what is predicted has been seen.
+Needs no engine.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ from dooly_backend.simulation.records import Run
 from dooly_backend.simulation.replay import replayed
 from dooly_backend.simulation.run_file import load_run
 from dooly_backend.simulation.scheduler import simulate
-from dooly_backend.simulation.source import from_database
+from dooly_backend.simulation.source import from_bundle
 from dooly_backend.simulation.step_time import StepModel
 
 
 @click.command()
 @click.argument("model")
 @click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--db", required=True)
+@click.option("--bundle", required=True, type=click.Path(path_type=Path))
 @click.option("--backend")
 @click.option("-o", "--out", type=click.Path(path_type=Path), required=True)
-def main(model: str, files: tuple[Path, ...], db: str, backend: str | None, out: Path) -> None:
+def main(model: str, files: tuple[Path, ...], bundle: Path, backend: str | None, out: Path) -> None:
     """Compare FILES, grouped by workload, with simulations of MODEL."""
-    source = from_database(db, model, None, {"backend": backend})
+    source = from_bundle(bundle, model, {"backend": backend})
     runs: dict[str, list[Run]] = {}
     for file in files:
         run = load_run(file)
