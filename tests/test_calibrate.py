@@ -79,7 +79,7 @@ def test_too_few_steps_are_refused(model: BundleConfiguration) -> None:
 def test_a_cpu_run_is_fitted_as_a_whole(model: BundleConfiguration) -> None:
     """In series everything adds up; the cost per token and a negative one are found, too."""
     limits = replace(LIMITS, async_scheduling=False)
-    cost = HostCost(serial=Affine(-200.0, 30.0, 4.0))
+    cost = HostCost(serial=Affine(-200.0, 30.0, curve=((64.0, 250.0), (256.0, 900.0))))
     plain = StepModel.of(model)
     workload = Workload(
         requests=60, prompt=200, prompt_median=120, output=40, output_median=30, rate=20.0
@@ -88,4 +88,5 @@ def test_a_cpu_run_is_fitted_as_a_whole(model: BundleConfiguration) -> None:
     found = calibrated([run], plain).serial
     assert found.step_us == pytest.approx(-200.0, rel=0.01)
     assert found.request_us == pytest.approx(30.0, rel=0.01)
-    assert found.token_us == pytest.approx(4.0, rel=0.01)
+    assert [place for place, _ in found.curve] == [64.0, 256.0]
+    assert [us for _, us in found.curve] == pytest.approx([250.0, 900.0], rel=0.01)

@@ -35,6 +35,8 @@ from dooly_backend.simulation.replay import batches
 from dooly_backend.simulation.step_time import StepModel
 
 FEWEST_STEPS = 20
+_PLACES = (64, 256, 1024, 4096)  # tokens
+_FEWEST_THERE = 5  # steps beyond the place before
 _DAMPED = 0.1  # relative errors above which a step counts for less
 _WAITED_US = 20.0  # a host that waited so long for a result has seen it when it came
 
@@ -96,21 +98,29 @@ def _table(run: Run, model: StepModel) -> pd.DataFrame:
 
 
 def _in_series(steps: pd.DataFrame) -> Affine:
-    """``a + b * requests + c * tokens`` beyond the operations: relative errors, outliers damped."""
+    """``a + b * requests + curve(tokens)`` beyond the operations: relative errors, outliers damped.
+
+    The curve has points where steps are; it is level beyond the last one.
+    """
     whole, operations = steps["whole"].to_numpy(), steps["operations"].to_numpy()
-    factors = np.column_stack([np.ones(len(steps)), steps["requests"], steps["tokens"]])
-    varies = np.ptp(factors, axis=0) > 0
-    varies[0] = True
-    relative = factors[:, varies] / whole[:, None]
+    tokens = steps["tokens"].to_numpy(float)
+    below = (0, *_PLACES)
+    places = [
+        place
+        for place, before in zip(_PLACES, below, strict=False)
+        if (tokens > before).sum() >= _FEWEST_THERE
+    ]
+    hats = [np.interp(tokens, (0, *places), row) for row in np.eye(len(places) + 1)[1:]]
+    factors = np.column_stack([np.ones(len(steps)), steps["requests"], *hats])
+    relative, beyond = factors / whole[:, None], (whole - operations) / whole
 
     def residuals(coefficients: Numbers) -> Numbers:
-        return relative @ coefficients - (whole - operations) / whole
+        return relative @ coefficients - beyond
 
-    start, *_ = np.linalg.lstsq(relative, (whole - operations) / whole, rcond=None)
+    start, *_ = np.linalg.lstsq(relative, beyond, rcond=None)
     found = least_squares(residuals, start, loss="soft_l1", f_scale=_DAMPED, x_scale="jac")
-    coefficients = np.zeros(3)
-    coefficients[varies] = found.x
-    return Affine(*(float(value) for value in coefficients))
+    step_us, request_us, *values = (float(value) for value in found.x)
+    return Affine(step_us, request_us, curve=tuple(zip(map(float, places), values, strict=True)))
 
 
 def _next(values: Numbers) -> Numbers:
@@ -127,4 +137,4 @@ def _affine(steps: pd.DataFrame, column: str) -> Affine:
     if len(groups) == 1:
         factors = factors[:, :1]
     fitted, _ = nnls(factors * weights[:, None], groups["median"].to_numpy(float) * weights)
-    return Affine(*(float(value) for value in fitted))
+    return Affine(float(fitted[0]), float(fitted[1]) if len(fitted) > 1 else 0.0)

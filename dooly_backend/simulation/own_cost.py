@@ -64,14 +64,23 @@ class NoCost:
 
 @dataclass(frozen=True)
 class Affine:
-    """``step + request * requests + token * tokens``, microseconds."""
+    """``step + request * requests + token * tokens``, microseconds.
+
+    `curve` adds straight lines through (tokens, microseconds), from (0, 0) to
+    the last point, and what that point says beyond it.
+    """
 
     step_us: float = 0.0
     request_us: float = 0.0
     token_us: float = 0.0
+    curve: tuple[tuple[float, float], ...] = ()
 
     def of(self, shapes: Shapes) -> Numbers:
-        return self.step_us + self.request_us * shapes.requests + self.token_us * shapes.tokens
+        us = self.step_us + self.request_us * shapes.requests + self.token_us * shapes.tokens
+        if self.curve:
+            places, values = zip((0.0, 0.0), *self.curve, strict=True)
+            us = us + np.interp(shapes.tokens, places, values)
+        return us
 
 
 @dataclass(frozen=True)

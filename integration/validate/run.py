@@ -25,6 +25,7 @@ from dooly_backend.config import load_model
 from dooly_backend.database import Database
 from dooly_backend.engines.serving import ServingOptions, boot_server
 from dooly_backend.regression.bundle import fit_bundle
+from dooly_backend.simulation.records import Run
 from dooly_backend.simulation.run_file import load_run, save_run
 from dooly_backend.simulation.source import Source, from_bundle, profiled
 from dooly_backend.simulation.validation import (
@@ -110,8 +111,8 @@ def main(
                     break
                 save_run(serve(server, chosen[name]), file)
                 print(f"{time.monotonic() - began:.0f} s: {file.name}", flush=True)
-    if all(file.exists() for _, file in files):
-        report(out, source, files)
+    if compare_only or all(file.exists() for _, file in files):
+        report(out, source, [(name, load_run(file)) for name, file in files if file.exists()])
     else:
         print("not all runs are there yet: call again")
 
@@ -140,12 +141,17 @@ def with_plan(plan: Path) -> dict[str, Workload]:
     return {w.name: w.model_copy(update=chosen[w.name]) for w in WORKLOADS}
 
 
-def report(out: Path, source: Source, files: list[tuple[str, Path]]) -> None:
-    """Compare the runs in `out` with the simulation."""
+def report(out: Path, source: Source, runs: list[tuple[str, Run]]) -> None:
+    """Compare the runs with the simulation.
+
+    The step's own cost is that of the run that was made for it or, without one,
+    of the other workloads' runs: nothing of what is predicted has been seen.
+    """
     found = []
-    calibrating = [load_run(file) for name, file in files if name == CALIBRATION]
     for name, workload in with_plan(out / "plan.json").items():
-        live = [load_run(file) for n, file in files if n == name]
+        live = [run for of, run in runs if of == name]
+        calibrating = [run for of, run in runs if of == CALIBRATION]
+        calibrating = calibrating or [run for of, run in runs if of != name]
         found.append(compared(workload, live, source.timer(live[0].limits), calibrating))
     write_validation(out, found, source.about(), plotlyjs="cdn")
     lines = [f"# {source.configuration.model} on {source.environment.device}", ""]
