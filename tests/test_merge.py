@@ -31,7 +31,12 @@ from dooly_backend.database import Database
 from dooly_backend.database.check import check_file
 from dooly_backend.database.content import content_digest, contents
 from dooly_backend.database.merge import Body, merge, united
-from dooly_backend.database.records import StepCost, StepMeasurement
+from dooly_backend.database.records import (
+    KvCapacity,
+    RunConditions,
+    StepCost,
+    StepMeasurement,
+)
 from dooly_backend.errors import InputError
 from dooly_backend.workload import Batch, WorkloadPoint
 
@@ -62,6 +67,8 @@ def fill_first(database: Database) -> None:
     database.skip(LINEAR, ids[1], WorkloadPoint.parse("tokens=99"), "out of memory")
     database.record_step(*ids, StepMeasurement(Batch.prefill(32), 2, (90.0, 91.0), 70.0))
     database.set_step_cost(*ids, StepCost(1.0, 2.0, 3.0))
+    database.record_run(*ids, RunConditions("2026-01-01T00:00", "2026-01-01T00:09", {"load": 1}))
+    database.set_kv_capacity(*ids, KvCapacity(1, (), 2, 3, 4))
 
 
 def fill_second(database: Database) -> None:
@@ -78,6 +85,8 @@ def fill_second(database: Database) -> None:
         step = StepMeasurement(Batch.prefill(tokens), 2, (80.0,), 70.0)
         database.record_step(*ids, step)
     database.set_step_cost(*ids, StepCost(4.0, 5.0, 6.0))
+    database.record_run(*ids, RunConditions("2026-01-01T00:00", "2026-01-01T00:12", {"load": 2}))
+    database.set_kv_capacity(*ids, KvCapacity(5, (), 6, 7, 8))
 
 
 def digest(path: Path) -> str:
@@ -130,6 +139,8 @@ def test_nothing_is_lost_and_samples_stay_raw(make: Make) -> None:
         # The cost goes with the steps that it was fitted to.
         assert database.step_cost(qwen, here) == StepCost(4.0, 5.0, 6.0)
         assert [step.live_us for step in database.steps(qwen, here)] == [(80.0,), (80.0,)]
+        # Of two states of one run, the later.
+        assert [run.facts for run in database.runs(qwen, here)] == [{"load": 2}]
 
 
 def test_graphs_of_two_environments_are_kept_apart(make: Make) -> None:
