@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     "only",
     metavar="NAME",
     multiple=True,
-    help="A regressor to choose from; may be repeated. [default: all that are registered]",
+    help="A regressor to choose from; may be repeated. [default: all but `forest`]",
 )
 @console.output_option("The bundle's file.", required=True)
 @console.json_option

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from dooly_backend.regression.batches import Floats
+from dooly_backend.regression.lattice import MOST_AXES, Lattice
 from dooly_backend.regression.models import (
     Parameters,
     Predictor,
@@ -52,7 +53,10 @@ _ROOT_3 = math.sqrt(3.0)
 
 
 class Process:
-    """A fitted Gaussian process: the logarithm of measured over trend."""
+    """A fitted Gaussian process: the logarithm of measured over trend.
+
+    With few axes it is read from a table (lattice.py), else worked out.
+    """
 
     def __init__(self, parameters: Parameters) -> None:
         """Raises KeyError, TypeError or ValueError for parameters of another shape."""
@@ -68,12 +72,21 @@ class Process:
         self._minus_two = np.ascontiguousarray(-2 * scaled.T)
         self._squares = (scaled**2).sum(axis=1)
         self._largest = float(parameters["largest"])
-        self._one = list(
-            zip(self._low.tolist(), self._high.tolist(), self._scale.tolist(), strict=True)
-        )
-        self._row_of_points = np.ascontiguousarray(-2 * scaled)
+        self._lattice: Lattice | None = None
+        if (self._high > self._low).sum() <= MOST_AXES:
+            self._lattice = Lattice(self._exact, self._low, self._high, lengths)
 
     def many(self, coordinates: Floats) -> Floats:
+        if self._lattice is not None:
+            return self._lattice.many(coordinates)
+        return self._exact(coordinates)
+
+    def one(self, coordinates: Sequence[float]) -> float:
+        if self._lattice is not None:
+            return self._lattice.one(coordinates)
+        return float(self._exact(np.array([coordinates]))[0])
+
+    def _exact(self, coordinates: Floats) -> Floats:
         scaled = np.clip(coordinates, self._low, self._high) * self._scale
         squared = scaled @ self._minus_two
         squared += self._squares
@@ -82,21 +95,6 @@ class Process:
         kernel = np.exp(-distance)
         kernel *= distance + 1.0
         return np.clip(kernel @ self._weights, -self._largest, self._largest)
-
-    def one(self, coordinates: Sequence[float]) -> float:
-        scaled = [
-            (low if x < low else high if x > high else x) * scale
-            for x, (low, high, scale) in zip(coordinates, self._one, strict=True)
-        ]
-        squared = self._row_of_points @ scaled
-        squared += self._squares
-        squared += sum([x * x for x in scaled])
-        distance = np.sqrt(np.maximum(squared, 0.0, squared), squared)
-        kernel = np.exp(-distance)
-        distance += 1.0
-        kernel *= distance
-        value = float(kernel.dot(self._weights))
-        return min(max(value, -self._largest), self._largest)
 
 
 def fit_process(

@@ -152,7 +152,8 @@ def choose(data: Training, only: Iterable[str] = ()) -> Choice:
     """
     suiting = models.models_of(data.kind)
     wanted = {models.get_model(name).name for name in only}
-    candidates = [m for m in suiting if m.name in wanted] or suiting[: 1 if wanted else None]
+    candidates = [m for m in suiting if (m.name in wanted if wanted else m.by_default)]
+    candidates = candidates or suiting[:1]
     folds = _folds(data)
     tried: dict[str, tuple[Parameters, HeldOut | None]] = {}
     reasons: list[str] = []

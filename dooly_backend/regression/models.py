@@ -84,6 +84,7 @@ class Regressor(ABC):
     name: str
     kinds: tuple[PointKind, ...]
     is_baseline = False  # of its kinds: what others have to beat
+    by_default = True  # tried where nobody asks for it by name
 
     @abstractmethod
     def fit(self, data: Training, earlier: Parameters | None = None) -> Parameters:

@@ -16,6 +16,8 @@ from dooly_backend.regression.intervals import Interval, is_along_feature, place
 from dooly_backend.regression.models import Predictor
 from dooly_backend.workload import Batch, PointKind, WorkloadPoint
 
+_NUMBERS = frozenset({int, float})  # of one batch; anything else is of many
+
 
 class Prediction(NamedTuple):
     """Microseconds of one call; of several batches, arrays.
@@ -68,9 +70,8 @@ class SignaturePredictor:
         if len(features) > len(row):
             unknown = next(name for name in features if name not in self._names)
             raise InputError(f"{self.name} has no feature {unknown!r}, only {self._described}")
-        for value in row:
-            if not isinstance(value, int | float):
-                return self.predict_rows(np.column_stack(np.broadcast_arrays(*map(_array, row))))
+        if not _NUMBERS.issuperset(map(type, row)):
+            return self.predict_rows(np.column_stack(np.broadcast_arrays(*map(_array, row))))
         return self.predict_row(row)
 
     def predict_row(self, row: Sequence[float]) -> Prediction:

@@ -113,10 +113,15 @@ class Isotonic(_Tabulated):
 
 @model
 class Forest(_Tabulated):
-    """A random forest's steps, from the logarithm of the times."""
+    """A random forest's steps, from the logarithm of the times.
+
+    Between sweep points its steps err by 10% and more, and it is the slowest to
+    fit: it is there to compare with.
+    """
 
     name = "forest"
     kinds = ("tokens", "requests")
+    by_default = False
 
     def fit(self, data: Training, earlier: Parameters | None = None) -> Parameters:
         from sklearn.ensemble import RandomForestRegressor
