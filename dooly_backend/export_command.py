@@ -104,6 +104,12 @@ def _list_formats(ctx: click.Context, _parameter: click.Parameter, wanted: bool)
     help="Tensor-parallel size; may be repeated. [default: all that are measured]",
 )
 @click.option("--backend", metavar="NAME", help="The attention backend, where there are several.")
+@click.option(
+    "--bundle",
+    metavar="FILE",
+    help="Predict what was not measured with the regressors of this bundle (`dooly fit`). "
+    "[default: straight lines between the measured points]",
+)
 @console.output_option("The folder to write; a new or empty one, or an earlier export.")
 @click.option(
     "--check",
@@ -136,6 +142,7 @@ def export(
     environment: str | None,
     degrees: tuple[int, ...],
     backend: str | None,
+    bundle: str | None,
     out: Path | None,
     earlier: Path | None,
     threshold: float,
@@ -167,6 +174,12 @@ def export(
     old = _earlier_export(earlier, format_name, out) if earlier else None
     with Database.open(db, read_only=True) as database:
         models = load_models(database, model, environment, degrees, backend=backend)
+    if bundle is not None:
+        from dooly_backend.regression.bundle import load_bundle
+        from dooly_backend.regression.refined import refined
+
+        fitted = load_bundle(bundle)
+        models = [refined(each, fitted) for each in models]
     if earlier is not None and old is not None:
         _check(exporter, models, chosen, old, earlier, out, threshold, as_json)
         return
