@@ -1,4 +1,9 @@
-"""The range that was measured: outside it a prediction says that it extrapolates."""
+"""The range that was measured: outside it a prediction says that it extrapolates.
+
+Inside it a batch may still be composed as no measured one is: several prefills,
+prefills beside decodes, uneven decodes. What is known of each part is put
+together then, which is less sure.
+"""
 
 from __future__ import annotations
 
@@ -35,6 +40,15 @@ _PARTS: dict[PointKind, tuple[tuple[str, str | None, tuple[str, ...]], ...]] = {
 }
 
 
+#: Compositions of a batch: features, all of which are above these values.
+_COMPOSITIONS: dict[str, tuple[tuple[str, float], ...]] = {
+    "several prefills": (("prefills", 1.0),),
+    "uneven decodes": (("decode_unevenness", 1.0),),
+    "mixed": (("prefills", 0.0), ("decodes", 0.0)),
+}
+_COMPOSED = "compositions"  # the key of `bounds` that tells which of them were measured
+
+
 class Domain:
     """Bounds of features, of every part of a batch that was measured."""
 
@@ -54,6 +68,32 @@ class Domain:
                 for name in names
             ]
             self._boxes.append((column, limits))
+        measured = bounds[_COMPOSED]
+        self._unmeasured = [
+            [(features.index(name), above) for name, above in tests]
+            for composition, tests in (_COMPOSITIONS.items() if kind == "batch" else ())
+            if composition not in measured
+        ]
+
+    def unfamiliar(self, rows: Floats) -> NDArray[np.bool_]:
+        """Of each row, whether it is composed as no measured batch is."""
+        result = np.zeros(len(rows), dtype=bool)
+        for tests in self._unmeasured:
+            composed = np.ones(len(rows), dtype=bool)
+            for at, above in tests:
+                composed &= rows[:, at] > above
+            result |= composed
+        return result
+
+    def is_unfamiliar(self, row: Sequence[float]) -> bool:
+        """The same for one row."""
+        for tests in self._unmeasured:
+            for at, above in tests:
+                if row[at] <= above:
+                    break
+            else:
+                return True
+        return False
 
     def outside(self, rows: Floats) -> NDArray[np.bool_]:
         """Of each row, whether it extrapolates. Raises InputError for a part never measured."""
@@ -90,6 +130,11 @@ def domain_of(data: Training) -> dict[str, Any]:
         if some.any():
             columns = {name: data.column(name)[some] for name in names}
             bounds[part] = {name: [float(c.min()), float(c.max())] for name, c in columns.items()}
+    bounds[_COMPOSED] = [
+        composition
+        for composition, tests in (_COMPOSITIONS.items() if data.kind == "batch" else ())
+        if np.all([data.column(name) > above for name, above in tests], axis=0).any()
+    ]
     return bounds
 
 

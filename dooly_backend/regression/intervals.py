@@ -26,6 +26,7 @@ LEVEL = 0.9
 _FEWEST = 15  # scores whose own 90% quantile says something
 _KNOTS = 24
 _OUTSIDE = 2.0  # at the least, how much wider an interval is outside the measured range
+_UNFAMILIAR = 1.5  # how much wider for a batch composed as none was measured
 
 
 @dataclass(frozen=True)
@@ -60,11 +61,12 @@ class Interval:
         self._outside = float(parameters["outside"])
         self._lists = self._places.tolist(), self._half.tolist()
 
-    def many(self, places: Floats, outside: Any) -> Floats:
+    def many(self, places: Floats, outside: Any, unfamiliar: Any = False) -> Floats:
         half = np.interp(places, self._places, self._half)
+        half = np.where(unfamiliar, half * _UNFAMILIAR, half)
         return np.where(outside, np.maximum(half * _OUTSIDE, self._outside), half)
 
-    def one(self, place: float, outside: bool) -> float:
+    def one(self, place: float, outside: bool, unfamiliar: bool = False) -> float:
         places, values = self._lists
         index = bisect_left(places, place)
         if index == 0 or index == len(places):
@@ -72,6 +74,8 @@ class Interval:
         else:
             share = (place - places[index - 1]) / (places[index] - places[index - 1])
             half = values[index - 1] + share * (values[index] - values[index - 1])
+        if unfamiliar:
+            half *= _UNFAMILIAR
         return max(half * _OUTSIDE, self._outside) if outside else half
 
 

@@ -78,14 +78,16 @@ class SignaturePredictor:
         """From the values of the features, in their order."""
         us = self._predictor.one(row)
         outside = self._domain.is_outside(row)
-        factor = math.exp(self._interval.one(row[0] if self._along else us, outside))
+        place = row[0] if self._along else us
+        factor = math.exp(self._interval.one(place, outside, self._domain.is_unfamiliar(row)))
         return Prediction(us, us / factor, us * factor, outside)
 
     def predict_rows(self, rows: Floats) -> Prediction:
         """From a row for each batch, a column for each feature."""
         outside = self._domain.outside(rows)
         us = self._predictor.many(rows)
-        factor = np.exp(self._interval.many(places_of(rows, us), outside))
+        unfamiliar = self._domain.unfamiliar(rows)
+        factor = np.exp(self._interval.many(places_of(rows, us), outside, unfamiliar))
         return Prediction(us, us / factor, us * factor, outside)
 
     def times(self, rows: Floats) -> Floats:

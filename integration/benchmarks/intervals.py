@@ -8,9 +8,12 @@ without having seen the held-out points. Those that lie outside the range of wha
 was left, and so are told to extrapolate, are counted apart. The baseline is
 that of the exporters: straight lines through the points, phases added up.
 
-Writes a table (Markdown) and a CSV of every held-out point. Exit code 1 where
-fewer than 85% or more than 95% are covered, the median half-width exceeds 10%, or
-the mean error is larger than the baseline's.
+With ``--compositions`` everything but single prefills and equal decodes is held
+out instead: what a sweep that measures nothing else can tell of real steps.
+
+Writes a table (Markdown) and a CSV of every held-out point. Exit code 1 where the
+mean error is larger than the baseline's, or where of the random quarters fewer
+than 85% or more than 95% are covered, or the median half-width exceeds 10%.
 """
 
 from __future__ import annotations
@@ -38,12 +41,27 @@ FEWEST = 8  # points of a signature, below which none is held out
 @click.command(context_settings=console.CONTEXT_SETTINGS)
 @click.argument("db")
 @click.option("--seed", "seeds", type=int, multiple=True, default=(0,), help="May be repeated.")
+@click.option(
+    "--compositions",
+    is_flag=True,
+    help="Hold out every batch but single prefills and equal decodes, of attention only.",
+)
+@click.option("--model", metavar="NAME", help="Only what this model runs. [default: all]")
 @console.output_option("Where to write: PATH.md and PATH.csv.")
-def main(db: str, seeds: tuple[int, ...], out: Path | None) -> None:
+def main(
+    db: str, seeds: tuple[int, ...], compositions: bool, model: str | None, out: Path | None
+) -> None:
     """Hold points out, predict them, and count."""
-    frame = pd.DataFrame([row for seed in seeds for row in held_out(db, seed)])
+    measured = measurements(db, model)
+    if compositions:
+        measured = {s: m for s, m in measured.items() if s.name == "Attention"}
+        frame = pd.DataFrame(held_out(0, *by_composition(measured)))
+    else:
+        splits = [(seed, *at_random(measured, seed)) for seed in seeds]
+        frame = pd.DataFrame([row for split in splits for row in held_out(*split)])
     inside = frame[~frame.extrapolated]
-    text = report(frame, db, seeds)
+    choice = "every composed batch" if compositions else f"{len(seeds)} random quarters"
+    text = report(frame, f"{model} in {Path(db).name}" if model else Path(db).name, choice)
     click.echo(text)
     if out is not None:
         out.with_suffix(".md").write_text(text + "\n")
@@ -51,31 +69,59 @@ def main(db: str, seeds: tuple[int, ...], out: Path | None) -> None:
         columns += ["low_us", "high_us", "extrapolated", "regressor"]
         frame[columns].round(3).to_csv(out.with_suffix(".csv"), index=False)
     covered, width = inside.covered.mean(), inside.half_width.median()
-    faults = [f"{100 * covered:.1f}% covered"] if not 0.85 <= covered <= 0.95 else []
-    faults += [f"median half-width {100 * width:.1f}%"] if width > 0.1 else []
+    faults = []
+    if not compositions:
+        faults += [f"{100 * covered:.1f}% covered"] if not 0.85 <= covered <= 0.95 else []
+        faults += [f"median half-width {100 * width:.1f}%"] if width > 0.1 else []
     better = inside.error.mean() <= inside.baseline_error.mean()
     faults += [] if better else ["worse than the baseline"]
     if faults:
         raise CheckFailed("; ".join(faults))
 
 
-def held_out(db: str, seed: int) -> Iterator[dict[str, Any]]:
-    """A row for each held-out point."""
-    random = np.random.default_rng(seed)
+Measured = dict[Signature, list[Measurement]]
+
+
+def measurements(db: str, model: str | None) -> Measured:
+    """Everything measured in the database's first environment."""
     with Database.open(db, read_only=True) as database:
         environment_id, *_ = database.environments()
-        measured = {
+        run = {
+            occurrence.signature.hash
+            for id_, configuration in database.configurations().items()
+            if model in (None, configuration.model)
+            for occurrence in database.occurrences(id_, environment_id)
+        }
+        return {
             signature: found
             for hash_, signature in database.signatures().items()
-            if (found := database.measurements(hash_, environment_id))
+            if hash_ in run and (found := database.measurements(hash_, environment_id))
         }
-    kept: dict[Signature, list[Measurement]] = {}
-    held: dict[Signature, list[Measurement]] = {}
-    for signature, measurements in measured.items():
-        number = int(len(measurements) * SHARE) if len(measurements) >= FEWEST else 0
-        chosen = set(random.choice(len(measurements), number, replace=False).tolist())
-        kept[signature] = [m for i, m in enumerate(measurements) if i not in chosen]
-        held[signature] = [m for i, m in enumerate(measurements) if i in chosen]
+
+
+def at_random(measured: Measured, seed: int) -> tuple[Measured, Measured]:
+    """What is kept of each signature, and the quarter that is held out."""
+    random = np.random.default_rng(seed)
+    kept: Measured = {}
+    held: Measured = {}
+    for signature, points in measured.items():
+        number = int(len(points) * SHARE) if len(points) >= FEWEST else 0
+        chosen = set(random.choice(len(points), number, replace=False).tolist())
+        kept[signature] = [m for i, m in enumerate(points) if i not in chosen]
+        held[signature] = [m for i, m in enumerate(points) if i in chosen]
+    return kept, held
+
+
+def by_composition(measured: Measured) -> tuple[Measured, Measured]:
+    """Single prefills and equal decodes are kept, every other batch is held out."""
+    plain = ("batch: prefill", "batch: decodes")
+    kept = {s: [m for m in p if composition(m.point) in plain] for s, p in measured.items()}
+    held = {s: [m for m in p if composition(m.point) not in plain] for s, p in measured.items()}
+    return kept, held
+
+
+def held_out(seed: int, kept: Measured, held: Measured) -> Iterator[dict[str, Any]]:
+    """A row for each held-out point."""
     for signature, fitted in fit_signatures(kept).items():
         if not held[signature]:
             continue
@@ -137,11 +183,11 @@ def composition(point: WorkloadPoint) -> str:
     return "batch: decodes" if len(set(batch.requests)) == 1 else "batch: uneven decodes"
 
 
-def report(frame: pd.DataFrame, db: str, seeds: tuple[int, ...]) -> str:
+def report(frame: pd.DataFrame, db: str, choice: str) -> str:
     """The table of a run."""
     lines = [
-        f"{len(frame)} held-out points of {Path(db).name if '/' in db else db}, "
-        f"{frame.name.nunique()} operations, {len(seeds)} random choices of a quarter each. "
+        f"{len(frame)} held-out points of {db}, "
+        f"{frame.name.nunique()} operations, {choice}. "
         "Errors are mean / 90th percentile.",
         "",
         "| points | number | error | baseline's error | covered | median half-width |",
