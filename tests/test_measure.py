@@ -115,7 +115,7 @@ def test_the_heaviest_product_of_a_large_step_runs_before_every_sample() -> None
     assert events(*large) == ["up", *2 * ["up", "up", *sample]]
     # The head's weights are larger, but it sees one token of each request.
     assert events(*large, product("head", 1, 4096)) == ["up", *2 * ["up", "up", *sample]]
-    assert events(norm, product("up", 64, 16)) == 2 * sample
+    assert events(norm, product("up", 256, 16)) == 2 * sample
     assert events() == 2 * sample
 
 

@@ -134,8 +134,9 @@ class _Filler:
         return self.us
 
 
-#: New tokens of a step that draws much power.
-_MANY_TOKENS = 128
+#: New tokens of a step that draws much power. Decodes of 256 requests are bound by memory
+#: yet: with them kept hot they came out 23% too long (docs/gpu.md).
+_MANY_TOKENS = 512
 
 
 def _products(call: CapturedCall) -> int:

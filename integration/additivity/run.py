@@ -110,7 +110,7 @@ class _ForwardClock:
     """
 
     _SLEEP_CYCLES = 100_000_000  # 50 ms at 2 GHz: longer than the host needs to launch
-    _HEAVY = 128
+    _HEAVY = 512
     _PRODUCTS = 25  # of 8192 x 8192 matrices: 1.5 ms each on an H200
 
     def __init__(self, engine: Engine, timer: Timer, batch: Batch) -> None:
