@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+
 from dooly_backend.simulation.arrivals import Feed, as_admitted
+from dooly_backend.simulation.compare import schedule_agreement
 from dooly_backend.simulation.records import ServingLimits, ServingRequest, StepTime
+from dooly_backend.simulation.replay import replayed
+from dooly_backend.simulation.run_file import load_run
 from dooly_backend.simulation.scheduler import simulate
 from dooly_backend.workload import Batch
 
+RECORDED = Path(__file__).resolve().parent.parent / "integration/validate/results/h200"
 LIMITS = ServingLimits(4, 64, 256, 100, 16, async_scheduling=False)
 
 
@@ -86,3 +94,10 @@ def test_a_run_replayed_by_step_has_the_same_schedule() -> None:
     again = simulate(as_admitted(run), LIMITS, Constant(), by_step=True)
     assert [s.scheduled for s in again.steps] == [s.scheduled for s in run.steps]
     assert [r.admitted for r in again.requests] == [r.admitted for r in run.requests]
+
+
+@pytest.mark.parametrize("path", sorted(RECORDED.glob("live-*.json.xz")), ids=lambda p: p.name)
+def test_runs_recorded_on_a_gpu_have_the_schedule_that_we_simulate(path: Path) -> None:
+    run = load_run(path)  # vLLM 0.25.1 on an H200 at its defaults
+    assert len(run.steps) > 1000
+    assert schedule_agreement(run, replayed(run)) == 100.0

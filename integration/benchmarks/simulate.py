@@ -3,9 +3,9 @@
     python -m integration.benchmarks.simulate [--requests 10000] [-o simulate.json]
 
 1024 tokens in, 128 out, 64 requests at a time (a closed loop), with step times
-of the shipped H200 database: Llama-3.1-8B, vLLM's asynchronous scheduling. The
-first run fills the timer's tables, as a simulation's only run does; a second
-one has them filled. No engine and no torch are needed.
+of the shipped H200 database for Llama-3.1-8B. The first run fills the timer's
+tables, as a simulation's only run does; another one has them filled. No engine
+and no torch are needed, but for --engine-requests.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import platform
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,54 +29,52 @@ from dooly_backend.simulation.source import from_database
 from dooly_backend.simulation.workload import load_workload
 
 MODEL = "meta-llama/Llama-3.1-8B"
+LIMITS = ServingLimits(
+    max_num_seqs=256,
+    max_num_batched_tokens=8192,
+    max_model_len=8192,
+    num_gpu_blocks=40_000,
+    block_size=16,
+)
 
 
 @click.command(context_settings=console.CONTEXT_SETTINGS)
 @click.option("--requests", default=10_000, show_default=True)
 @click.option("--concurrency", default=64, show_default=True)
-@click.option("--max-num-batched-tokens", default=8192, show_default=True)
-@click.option("--sync", is_flag=True, help="Without asynchronous scheduling.")
 @click.option("--engine-requests", default=0, help="So many through vLLM's own scheduler, too.")
 @console.output_option("A JSON file for the result.")
-def main(
-    requests: int,
-    concurrency: int,
-    max_num_batched_tokens: int,
-    sync: bool,
-    engine_requests: int,
-    out: Path | None,
-) -> None:
+def main(requests: int, concurrency: int, engine_requests: int, out: Path | None) -> None:
     """Time simulations of REQUESTS requests."""
-    limits = ServingLimits(
-        max_num_seqs=256,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_model_len=8192,
-        num_gpu_blocks=40_000,
-        block_size=16,
-        async_scheduling=not sync,
-    )
+    began = time.perf_counter()
     source = from_database("builtin:h200", MODEL, None, {"backend": "FLASH_ATTN"})
     spec = f"fixed:requests={requests},prompt=1024,output=128,concurrency={concurrency}"
     workload = load_workload(spec).build()
-    timer = Timed(source.timer(limits))
-    with timed_parts() as parts:
-        runs = [one(workload, limits, timer, concurrency, parts) for _ in range(2)]
     result: dict[str, Any] = {
         "python": platform.python_version(),
         "workload": spec,
         "model": MODEL,
-        "max_num_batched_tokens": max_num_batched_tokens,
-        "async_scheduling": not sync,
-        "first_run": runs[0],
-        "second_run": runs[1],
+        "fit_s": round(time.perf_counter() - began, 3),
     }
+    for tokens in (8192, 2048):
+        for waits in (True, False):
+            name = f"{tokens} tokens a step, {'asynchronous' if waits else 'synchronous'}"
+            limits = replace(LIMITS, max_num_batched_tokens=tokens, async_scheduling=waits)
+            timer = Timed(source.timer(limits))
+            with timed_parts() as parts:
+                first, second = (one(workload, limits, timer, concurrency, parts) for _ in range(2))
+            result[name] = {"first": first, "again": second}
     if engine_requests:
+        timer = Timed(source.timer(LIMITS))
+        some = workload[:engine_requests]
+        simulate(some[:concurrency], LIMITS, timer, "engine", concurrency=concurrency)  # its import
         began = time.perf_counter()
-        simulate(workload[:engine_requests], limits, timer, "engine", concurrency=concurrency)
+        simulate(some, LIMITS, timer, "engine", concurrency=concurrency)
         seconds = time.perf_counter() - began
         result["vllm_scheduler"] = {
             "requests": engine_requests,
             "requests_per_s": round(engine_requests / seconds),
+            "seconds": round(seconds, 3),
+            "step_times_s": round(timer.seconds, 3),
         }
     click.echo(json.dumps(result, indent=2))
     if out is not None:

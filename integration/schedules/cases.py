@@ -22,13 +22,20 @@ from dooly_backend.workload import Batch
 class MadeUpTimer:
     """Times that depend on every length, so that two different steps rarely take the same."""
 
-    def __init__(self, host_us: float, output_us: float) -> None:
+    def __init__(self, host_us: float, output_us: float, launch_us: float = 0.0) -> None:
         self._host_us = host_us
+        self._launch_us = launch_us
         self._output_us = output_us
 
     def time(self, batch: Batch) -> StepTime:
         times = self.times(Batches.of([batch]))
-        return StepTime(*(float(v[0]) for v in (times.device_us, times.host_us, times.output_us)))
+        assert times.launch_us is not None
+        return StepTime(
+            float(times.device_us[0]),
+            float(times.host_us[0]),
+            float(times.output_us[0]),
+            launch_us=float(times.launch_us[0]),
+        )
 
     def times(self, batches: Batches) -> StepTimes:
         tokens, requests = batches.total(batches.query), batches.num_reqs
@@ -40,6 +47,7 @@ class MadeUpTimer:
             self._host_us + 4.0 * requests,
             self._output_us + 1.0 * requests,
             np.zeros(len(batches), np.bool_),
+            self._launch_us + 16.0 * requests,
         )
 
 
@@ -85,7 +93,9 @@ def random_case(seed: int, version: str = "0.32.0") -> Case:
         feed["by_step"] = True
     elif style == "closed":
         feed["concurrency"] = rng.choice([1, 2, 4, 9])
-    timer = MadeUpTimer(rng.choice([0.0, 64.0, 900.0]), rng.choice([0.0, 32.0]))
+    timer = MadeUpTimer(
+        rng.choice([0.0, 64.0, 900.0]), rng.choice([0.0, 32.0]), rng.choice([0.0, 800.0])
+    )
     return Case(requests, limits, timer, feed)
 
 
