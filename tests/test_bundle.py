@@ -21,7 +21,7 @@ from sample_records import ATTENTION, CPU, LINEAR, OCCURRENCES, QWEN, SAMPLER, a
 from test_regressors import OF_KIND
 
 from dooly_backend.database import Database
-from dooly_backend.database.records import StepCost
+from dooly_backend.database.records import KvCapacity, KvGroup, StepCost
 from dooly_backend.errors import InputError
 from dooly_backend.regression import container
 from dooly_backend.regression.bundle import (
@@ -33,6 +33,14 @@ from dooly_backend.regression.bundle import (
 from dooly_backend.workload import Batch
 
 BATCHES = [Batch.parse(t) for t in ("1x512+0,8x1+1024", "16x1+300", "2x100+50", "1x9000+9000")]
+
+CAPACITY = KvCapacity(
+    block_bytes=4096,
+    groups=(KvGroup("FullAttentionSpec", 24, 16, 128), KvGroup("SlidingWindow", 4, 16, 64, 512)),
+    weight_bytes=10**9,
+    device_bytes=141 * 10**9,
+    max_num_batched_tokens=8192,
+)
 
 
 @pytest.fixture
@@ -48,6 +56,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
         ids = store(database, measured)
         store(database, {}, backend="FLASHINFER")
         database.set_step_cost(*ids, StepCost(100.0, 2.0, 3.0))
+        database.set_kv_capacity(*ids, CAPACITY)
         return fit_bundle(database)
 
 
@@ -80,7 +89,9 @@ def test_it_holds_what_a_simulation_needs(saved: Path) -> None:
     assert configuration.occurrences == OCCURRENCES
     assert configuration.counts[LINEAR.hash] == 28
     assert configuration.step_cost == StepCost(100.0, 2.0, 3.0)
+    assert configuration.kv_capacity == CAPACITY
     assert loaded.configuration(backend="FLASHINFER").step_cost is None
+    assert loaded.configuration(backend="FLASHINFER").kv_capacity is None
     assert loaded.environment.device == "NVIDIA H200"
     assert loaded.metadata["features"]["tokens"]["num_tokens"]["unit"] == "tokens"
     assert set(loaded.metadata["versions"]) >= {"dooly", "numpy", "scikit-learn"}
@@ -268,6 +279,10 @@ def test_an_unknown_regressor_is_an_error(saved: Path) -> None:
         load_bundle(changed(saved, change))
 
 
+#: Replacements that a bundle may hold.
+VALID: list[tuple[str, Any]] = [("configurations", []), ("occurrences", []), ("kv_capacity", None)]
+
+
 @pytest.mark.parametrize(
     "path",
     [
@@ -285,14 +300,14 @@ def test_an_unknown_regressor_is_an_error(saved: Path) -> None:
         ("configurations",),
         ("configurations", 0, "occurrences"),
         ("configurations", 0, "configuration", "model"),
-        ("configurations", 0, "kv_blocks"),
+        ("configurations", 0, "kv_capacity"),
     ],
 )
 def test_content_of_another_shape_is_an_error(saved: Path, path: tuple) -> None:
     """Each part replaced by what it is not, and left out."""
     whole = container.read(saved)
     replacements: tuple[Any, ...] = ("x", 3, None, [], {"x": 1})
-    if path[-1] in ("kv_blocks", "model", "device", "metadata"):
+    if path[-1] in ("model", "device", "metadata"):
         replacements = ()  # any value is a value
     for value in (*replacements, KeyError):
         content = json.loads(json.dumps(whole))

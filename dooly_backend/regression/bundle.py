@@ -31,6 +31,7 @@ from dooly_backend.database.records import (
     Configuration,
     Environment,
     KvCapacity,
+    KvGroup,
     Occurrence,
     Signature,
     StepCost,
@@ -50,7 +51,6 @@ __all__ = ["Bundle", "BundleConfiguration", "BundleError", "fit_bundle", "load_b
 
 _DIGITS = 6  # of a hash that select a signature
 _UNITS = {"time": "us", "tokens": "tokens", "errors": "|log(measured / predicted)|"}
-_GPU_MEMORY_UTILIZATION = 0.92  # `vllm/config/cache.py`, 0.25.1 and 0.32
 _VERSIONS = ("numpy", "scipy", "scikit-learn", "joblib")
 SomeBatches = BatchArray | Columns | Sequence[Batch]
 
@@ -59,17 +59,15 @@ SomeBatches = BatchArray | Columns | Sequence[Batch]
 class BundleConfiguration:
     """A configuration: its call graph with counts, and a predictor for each signature of it.
 
-    `kv_blocks` is the KV-cache capacity of the full model in blocks,
-    `collectives` what communication takes; None and empty where the database
-    does not hold them.
+    Collectives are operations of the graph like others. `kv_capacity` is what
+    decides the full model's KV blocks; None where the database does not hold it.
     """
 
     configuration: Configuration
     occurrences: tuple[Occurrence, ...] = field(repr=False)
     step_cost: StepCost | None
     fitted: Mapping[str, FittedSignature] = field(repr=False)
-    kv_blocks: int | None = None
-    collectives: tuple[Mapping[str, Any], ...] = ()
+    kv_capacity: KvCapacity | None = None
 
     @cached_property
     def counts(self) -> Mapping[str, int]:
@@ -225,20 +223,13 @@ def fit_bundle(
             graph,
             database.step_cost(i, environment_id),
             {o.signature.hash: fitted[o.signature.hash] for o in graph},
-            _kv_blocks(database.kv_capacity(i, environment_id)),
+            database.kv_capacity(i, environment_id),
         )
         for i, graph in graphs.items()
     )
     return Bundle(
         database.environments()[environment_id], fitted, configurations, _metadata(database, fitted)
     )
-
-
-def _kv_blocks(capacity: KvCapacity | None) -> int | None:
-    """KV blocks under vLLM's defaults; None where the memory of a step was not measured (CPUs)."""
-    if capacity is None or capacity.activation_bytes is None:
-        return None
-    return capacity.num_blocks(_GPU_MEMORY_UTILIZATION)
 
 
 def _metadata(database: Database, fitted: Mapping[str, FittedSignature]) -> dict[str, Any]:
@@ -316,8 +307,7 @@ def _configuration(each: BundleConfiguration) -> dict[str, Any]:
         "configuration": asdict(each.configuration),
         "occurrences": graph,
         "step_cost": asdict(each.step_cost) if each.step_cost is not None else None,
-        "kv_blocks": each.kv_blocks,
-        "collectives": list(each.collectives),
+        "kv_capacity": asdict(each.kv_capacity) if each.kv_capacity is not None else None,
     }
 
 
@@ -362,6 +352,12 @@ def _stored(
         graph,
         StepCost(**cost) if cost is not None else None,
         {o.signature.hash: signatures[o.signature.hash] for o in graph},
-        content["kv_blocks"],
-        tuple(content["collectives"]),
+        _capacity(content["kv_capacity"]),
     )
+
+
+def _capacity(content: Mapping[str, Any] | None) -> KvCapacity | None:
+    if content is None:
+        return None
+    groups = tuple(KvGroup(**group) for group in content["groups"])
+    return KvCapacity(**{**content, "groups": groups})

@@ -11,7 +11,7 @@ from typing import Any
 
 from dooly_backend.config import load_model
 from dooly_backend.database import Database
-from dooly_backend.database.records import Configuration, Environment, KvCapacity
+from dooly_backend.database.records import Configuration, Environment
 from dooly_backend.errors import CheckFailed, InputError
 from dooly_backend.regression.bundle import BundleConfiguration, fit_bundle, load_bundle
 from dooly_backend.regression.select import UnmeasuredError, select
@@ -27,7 +27,6 @@ class Source:
 
     environment: Environment
     fitted: BundleConfiguration
-    capacity: KvCapacity | None = None
 
     @property
     def configuration(self) -> Configuration:
@@ -35,10 +34,8 @@ class Source:
 
     def limits(self, given: Mapping[str, Any]) -> ServingLimits:
         """What is given, and vLLM's defaults for the rest (`limits.serving_limits`)."""
-        sized = any(given.get(name) is not None for name in ("num_gpu_blocks", "kv_cache_gib"))
-        if self.capacity is None and self.fitted.kv_blocks and not sized:
-            given = {**given, "num_gpu_blocks": self.fitted.kv_blocks}
-        return serving_limits(self.configuration, self.environment, given, self.capacity)
+        capacity = self.fitted.kv_capacity
+        return serving_limits(self.configuration, self.environment, given, capacity)
 
     def timer(self, limits: ServingLimits) -> StepModel:
         """The step times under these limits, which decide what vLLM captures graphs for."""
@@ -84,8 +81,7 @@ def from_database(
         configuration = database.configurations()[configuration_id]
         place = database.environments()[environment_id]
         bundle = fit_bundle(database, [configuration.digest], place.digest)
-        capacity = database.kv_capacity(configuration_id, environment_id)
-    return Source(bundle.environment, bundle.configurations[0], capacity)
+    return Source(bundle.environment, bundle.configurations[0])
 
 
 def profiled(
