@@ -16,8 +16,9 @@ import numpy as np
 from dooly_backend.simulation.arrivals import Feed, came
 from dooly_backend.simulation.columns import Requests
 from dooly_backend.simulation.log import BOTH, LAUNCHES, TAKES, Log, ranges
-from dooly_backend.simulation.own_scheduler import Scheduler, Step, Task
+from dooly_backend.simulation.own_scheduler import Scheduler
 from dooly_backend.simulation.records import ManyStepTimer, Run, ServingLimits
+from dooly_backend.simulation.tasks import Step, Task
 
 _STRIDE = 1 << 20  # steps at once: the requests end it earlier
 

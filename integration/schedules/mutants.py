@@ -18,13 +18,14 @@ from typing import Any
 
 import click
 
-from dooly_backend.simulation import blocks, fast, own_scheduler
+from dooly_backend.simulation import blocks, fast, own_scheduler, tasks
 from dooly_backend.simulation.scheduler import simulate
 from integration.schedules.cases import cases as make_cases
 from integration.schedules.cases import differences
 from integration.schedules.equal import vllm_version
 
-SCHEDULER, BLOCKS = "own_scheduler", "blocks"
+BLOCKS, TASKS, SCHEDULER = "blocks", "tasks", "own_scheduler"
+_CLASSES = ("BlockPool", "PriorityQueue", "Queue", "Scheduler", "Step", "Task")
 #: What is wrong, where, the line as it is and as it would be.
 MUTANTS = (
     (
@@ -84,7 +85,7 @@ MUTANTS = (
     ),
     (
         "preempted requests go to the end of the queue",
-        SCHEDULER,
+        TASKS,
         "self._tasks.appendleft(task)",
         "self._tasks.append(task)",
     ),
@@ -167,20 +168,20 @@ def mutated(module: str, old: str, new: str) -> Iterator[None]:
     """Our scheduler with one line changed while the block runs."""
     sources = {
         name: Path(str(real.__file__)).read_text()
-        for name, real in ((BLOCKS, blocks), (SCHEDULER, own_scheduler))
+        for name, real in ((BLOCKS, blocks), (TASKS, tasks), (SCHEDULER, own_scheduler))
     }
     if sources[module].count(old) != 1:
         raise ValueError(f"{module} does not hold {old!r} once: bring the mutant up to date")
     sources[module] = sources[module].replace(old, new)
-    pool = types.ModuleType("mutated_blocks")
-    exec(compile(sources[BLOCKS], "mutated_blocks", "exec"), pool.__dict__)
-    scheduler = types.ModuleType("mutated_scheduler")
-    exec(compile(sources[SCHEDULER], "mutated_scheduler", "exec"), scheduler.__dict__)
-    scheduler.__dict__["BlockPool"] = pool.__dict__["BlockPool"]
-    names = ("Scheduler", "Step", "Task")
-    real = {name: getattr(fast, name) for name in names}
-    for name in names:
-        setattr(fast, name, scheduler.__dict__[name])
+    made: dict[str, Any] = {}
+    for name, source in sources.items():
+        space = types.ModuleType(f"mutated_{name}").__dict__
+        exec(compile(source, f"mutated_{name}", "exec"), space)
+        space.update(made)  # instead of what it has just imported
+        made |= {key: space[key] for key in _CLASSES if key in space}
+    real = {name: getattr(fast, name) for name in ("Scheduler", "Step", "Task")}
+    for name in real:
+        setattr(fast, name, made[name])
     try:
         yield
     finally:
