@@ -248,6 +248,14 @@ def test_a_signature_with_one_point_is_constant_there() -> None:
     assert fitted.predictor.predict({"num_tokens": 17}).extrapolated
 
 
+def test_times_of_nothing_are_learned_from() -> None:
+    """An event's own cost is taken off, and an imported table may hold zeros."""
+    points = [at(f"tokens={n}", max(0.0, 0.1 * n - 5)) for n in (1, 2, 4, 8, 64, 128, 256, 512)]
+    us = fit_signature(LINEAR, points).predictor.predict({"num_tokens": np.array([3, 100])}).us
+    assert us[0] < 0.05
+    assert us[1] == pytest.approx(5, rel=0.3)
+
+
 def test_what_was_never_measured_is_no_guess() -> None:
     only_prefills = [m for m in OF_KIND[ATTENTION] if m.point.batch.prefills]
     predictor = fit_signature(ATTENTION, only_prefills).predictor

@@ -107,7 +107,10 @@ def fit_process(
     distance = np.sqrt(((scaled[:, None, :] - scaled[None, :, :]) ** 2).sum(axis=2))
     kernel = hyper["variance"] * (1 + distance) * np.exp(-distance)
     kernel[np.diag_indices_from(kernel)] += hyper["noise"] + noise**2
-    weights = hyper["variance"] * np.linalg.solve(kernel, residuals)
+    try:
+        weights = hyper["variance"] * np.linalg.solve(kernel, residuals)
+    except np.linalg.LinAlgError as error:
+        raise UnfitError(f"cannot tell its points apart: {error}") from error
     return {
         "hyper": hyper,
         "points": points.tolist(),

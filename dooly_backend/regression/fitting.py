@@ -39,6 +39,7 @@ _FOLDS = 10
 #: How much better than the baseline a regressor must be, in standard errors of the difference.
 _MARGIN = 0.5
 _WORTH = 1e-3  # and in its mean relative error
+_SHORTEST_US = 0.01
 
 
 @dataclass(frozen=True)
@@ -90,15 +91,14 @@ class FittedSignature:
 
 
 def training_of(signature: Signature, measurements: Sequence[Measurement]) -> Training:
-    """Measured points as arrays. Raises InputError for times of 0."""
+    """Measured points as arrays. Raises InputError where there are none."""
     models.load_plugins()
     features = features_of(signature.kind)
     rows = point_matrix(features, [m.point for m in measurements], facts_of(signature))
-    us = np.array([m.median_us for m in measurements])
-    if not len(us) or us.min() <= 0:
-        raise InputError(
-            f"{signature.name} has no measurements above 0 us to learn from: profile it again"
-        )
+    if not measurements:
+        raise InputError(f"{signature.name} has no measurements to learn from: profile it")
+    # What a timer cannot tell from nothing has no logarithm.
+    us = np.maximum([m.median_us for m in measurements], _SHORTEST_US)
     noise = np.array([_standard_error(m) for m in measurements])
     return Training(signature.kind, tuple(f.name for f in features), rows, us, noise)
 
@@ -106,7 +106,12 @@ def training_of(signature: Signature, measurements: Sequence[Measurement]) -> Tr
 def _standard_error(measurement: Measurement) -> float:
     """Of the median, relative to it; that of a normal distribution's is 1.25 of the mean's."""
     count = len(measurement.samples_us)
-    return 1.25 * measurement.std_us / measurement.median_us / count**0.5
+    return 1.25 * _spread(measurement) / count**0.5
+
+
+def _spread(measurement: Measurement) -> float:
+    """Of the samples, relative to their median."""
+    return measurement.std_us / max(measurement.median_us, _SHORTEST_US)
 
 
 def fit_signature(
@@ -129,7 +134,7 @@ def fit_signatures(
         if not sum(len(each) for each in alike):  # constants: what others err by
             alike = [c.held_out for c in choices.values()]
         training = data[signature]
-        spread = float(np.median([m.std_us / m.median_us for m in measured[signature]]))
+        spread = float(np.median([_spread(m) for m in measured[signature]]))
         interval = fit_interval(choice.held_out, pooled_scores(alike), pooled_errors(alike), spread)
         fitted[signature] = FittedSignature(
             signature,

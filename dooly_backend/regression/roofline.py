@@ -35,6 +35,7 @@ from dooly_backend.workload import PointKind
 
 _KNEES = 4  # of each term that has them
 _FEWEST = 3  # points that a trend needs
+_LEAST = 0.01  # of the shortest measured time: a launch
 
 
 @dataclass(frozen=True)
@@ -174,7 +175,8 @@ def fit_trend(data: Training, phase: Phase) -> Parameters:
     coefficients = nnls(design / scale, np.ones(len(data)))[0] / scale
     used = [i for i, coefficient in enumerate(coefficients[1:]) if coefficient > 0]
     return {
-        "launch": float(coefficients[0]),
+        # Nothing takes no time: what else is left where all terms are 0.
+        "launch": max(float(coefficients[0]), _LEAST * float(data.us.min())),
         "features": [names[i] for i in used],
         "terms": [[*bounds[i], float(coefficients[1 + i])] for i in used],
     }
