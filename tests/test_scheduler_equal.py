@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +17,7 @@ from integration.schedules.cases import MadeUpTimer, differences
 from integration.schedules.cases import cases as make_cases
 from integration.schedules.equal import compare, vllm_version
 
+ROOT = Path(__file__).resolve().parent.parent
 LIMITS = ServingLimits(8, 64, 256, 40, 16, async_scheduling=True)
 TIMER = MadeUpTimer(64.0, 32.0)
 
@@ -85,6 +89,15 @@ def test_wrong_feeds_are_refused() -> None:
     ):
         with pytest.raises(InputError, match=message):
             simulate(requests, LIMITS, TIMER, **feed)  # type: ignore[arg-type]
+
+
+def test_neither_torch_nor_an_engine_is_imported() -> None:
+    program = (
+        "import sys; import integration.benchmarks.simulate; "
+        "sys.exit(bool({'torch', 'vllm'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False)
+    assert done.returncode == 0
 
 
 def test_no_requests_make_an_empty_run() -> None:

@@ -21,4 +21,5 @@ def prompt(request: ServingRequest, vocab_size: int) -> list[int]:
 
 
 def _tokens(seed: tuple[int, int], count: int, vocab_size: int) -> list[int]:
-    return [int(token) for token in np.random.default_rng(seed).integers(0, vocab_size, count)]
+    tokens: list[int] = np.random.default_rng(seed).integers(0, vocab_size, count).tolist()
+    return tokens

@@ -86,7 +86,10 @@ class VllmServer(Server):
         gc.collect()
         gc.freeze()
         journal = Journal(WallClock())
-        drive(self._core, arrivals, prepared, journal)
+        try:
+            drive(self._core, arrivals, prepared, journal)
+        finally:
+            gc.unfreeze()
         steps, records = journal.records()
         return Run(steps, records, self.limits, dict(self.about))
 
