@@ -18,7 +18,7 @@ from typing import Any
 from unittest.mock import patch
 
 from dooly_backend.config import ModelDescription, RunOptions
-from dooly_backend.engines import boot
+from dooly_backend.engines import Engine, boot
 from dooly_backend.engines.vllm_instance import VllmInstance
 from dooly_backend.errors import EngineError
 from dooly_backend.operations.callgraph import occurrences, signatures
@@ -80,7 +80,36 @@ def facts(options: RunOptions) -> dict[str, Any]:
             ],
             "configuration": engine.configuration.digest,
             "steps": len(steps),
+            "fired": fired(engine),
         }
+
+
+def fired(engine: Engine) -> dict[str, Any]:
+    """The experts that the kernel of each MoE layer is handed, by how many shall fire."""
+    if not engine.moe:
+        return {}
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    seen: list[list[int]] = []
+    apply = CPUUnquantizedExperts.apply
+
+    def looks(self: Any, *args: Any, **kwargs: Any) -> None:
+        seen.append(sorted(set(kwargs["topk_ids"].flatten().tolist())))
+        apply(self, *args, **kwargs)
+
+    found: dict[str, Any] = {}
+    owned = min(layer.experts for layer in engine.moe.values())
+    for how in range(1, owned + 1):
+        with engine.routed(how), patch.object(CPUUnquantizedExperts, "apply", looks):
+            engine.step(Batch.prefill(20))
+        found[str(how)] = list(seen)
+        seen.clear()
+    try:
+        with engine.routed(owned + 1):
+            pass
+    except EngineError as error:
+        found["more"] = str(error)
+    return found
 
 
 def failing(options: RunOptions, before: dict[str, Any]) -> dict[str, Any]:

@@ -133,6 +133,14 @@ def test_a_profile_that_is_killed_goes_on_and_ends(tmp_path: Path) -> None:
     assert "nothing to measure: latency.db knows all of this sweep" in result.stdout
     assert rows(path) == after
 
+    # What a plan says of it: all known, from this model, and of a wider sweep the rest is not.
+    planned = json_line(dooly(tmp_path, "profile", "--dry-run", *command[1:]))
+    assert {k: planned[k] for k in ("signatures", "known", "new", "points")} == {
+        "signatures": 12, "known": 12, "new": 0, "points": 0,
+    }  # fmt: skip
+    assert planned["expected_seconds"] == 0
+    assert rows(path) == after
+
     # On a full disk: one line, and what was measured is kept.
     wider = SWEEP | {"tokens": list(range(1, 200)), "requests": list(range(1, 60))}
     (tmp_path / "wide.yaml").write_text(yaml.safe_dump(wider))

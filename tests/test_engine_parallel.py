@@ -245,6 +245,21 @@ def test_expert_parallel_ranks_own_their_share_of_the_experts(
 
 
 @pytest.mark.engine
+@pytest.mark.parametrize(
+    ("name", "experts"),
+    [("moe tp 2", range(8)), ("moe tp 4 ep 4", range(6, 8)), ("moe ep 4", range(2, 4))],
+)
+def test_exactly_so_many_experts_fire(
+    ranks: dict[str, dict[str, Any]], name: str, experts: range
+) -> None:
+    """In both layers, of those that the rank owns, as the kernel is told."""
+    fired = dict(ranks[name]["fired"])
+    many = len(experts)
+    assert fired.pop("more") == f"{many + 1} experts cannot fire where a rank has {many}"
+    assert fired == {str(n): [list(experts[:n])] * 2 for n in range(1, many + 1)}
+
+
+@pytest.mark.engine
 def test_replicas_dispatch_tokens_to_the_experts_and_combine_them(
     ranks: dict[str, dict[str, Any]],
 ) -> None:

@@ -7,6 +7,7 @@ import pytest
 from dooly_backend.config import RunOptions, load_model
 from dooly_backend.engines import boot
 from dooly_backend.engines.vllm_boot import import_vllm, one_line
+from dooly_backend.engines.vllm_configs import register_config
 from dooly_backend.errors import InputError
 
 
@@ -46,3 +47,18 @@ def test_too_few_layers_are_refused_before_vllm_starts(
     with pytest.raises(InputError, match=message) as refused:
         boot(RunOptions(model=load_model(model), layers=layers, threads=1))
     assert "\n" not in str(refused.value)
+
+
+def test_a_model_type_that_only_vllm_knows_gets_a_configuration_class(needs_engine: None) -> None:
+    """DeepSeek-MoE brings its class as code on the hub, which is never fetched."""
+    import_vllm(threads=1)
+    from transformers import AutoConfig
+
+    hf_config = load_model("deepseek-moe-16b-base").hf_config
+    register_config(hf_config)
+    config = AutoConfig.for_model(**hf_config)
+    assert config.model_type == "deepseek"
+    assert config.n_routed_experts == 64
+    register_config({"model_type": "nosuch", "architectures": ["NoSuchForCausalLM"]})
+    with pytest.raises(ValueError, match="nosuch"):
+        AutoConfig.for_model("nosuch")

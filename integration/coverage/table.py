@@ -35,7 +35,8 @@ COVER_NOTES = """\
 Every call of the trace was run again, at two other sizes, and the trace resolved into entries
 twice: as on a CPU, where leaf modules stay whole, and (*finer*) as on a GPU, where operations are
 preferred. *stateful*: entries that ran only with the engine's forward context; *registry agrees*:
-they are those that the engine's own registry binds to state, mixture-of-experts layers apart.
+they are those that the engine's own registry binds to state, mixture-of-experts layers apart (not
+where vLLM runs transformers' code: attention is no module call there, its caller is the entry).
 *captured*: operations that ran with the arguments of a step, since none could be made. *traced
 step*, *prefill* (two alone), *decode* (nine alone): leaves of the step, which are operations inside
 modules that run a kernel of this device, found under exactly one entry by their place, in both
