@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import math
 import statistics
 import sys
 import time
@@ -137,9 +138,12 @@ def _row(
         del named["operation None", point]
         measured = {key[0]: m for key, m in measure(engine, timer, named, regime).items()}
     module, again = measured.pop("module"), measured.pop("again")
+    # A compiled module may run nothing that the dispatcher sees: then there is no sum.
     sums = [sum(turn) for turn in zip(*(m.samples_us for m in measured.values()), strict=True)]
-    against = [100 * (s / m - 1) for s, m in zip(sums, module.samples_us, strict=True)]
-    low, middle, high = statistics.quantiles(against, n=4, method="inclusive")
+    against = [100 * (s / m - 1) for s, m in zip(sums, module.samples_us, strict=bool(sums))]
+    low, middle, high = (
+        statistics.quantiles(against, n=4, method="inclusive") if sums else [math.nan] * 3
+    )
     return Row(
         environment=described(engine.environment),
         pair=title,
@@ -148,7 +152,7 @@ def _row(
         operations=len(measured),
         tokens=tokens,
         module_us=statistics.median(module.samples_us),
-        operations_us=statistics.median(sums),
+        operations_us=statistics.median(sums) if sums else math.nan,
         difference=middle,
         low=low,
         high=high,
@@ -188,7 +192,8 @@ def write(rows: list[Row], out: Path) -> None:
 NOTES = """\
 *difference*: by how much the sum of the operations, each timed alone, exceeds the whole module; the
 median over turns (its quartiles). *jitter*: the same of a second timing of the module, in the same
-turns. *: a spread above the regime's limit, also after three rounds."""
+turns. *: a spread above the regime's limit, also after three rounds. nan: a module that runs
+nothing that the dispatcher sees, a compiled one; it is the finest entry then."""
 
 
 def markdown(rows: Sequence[Row]) -> str:
