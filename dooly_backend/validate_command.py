@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from dooly_backend.simulation.validation import Validation
     from dooly_backend.simulation.workload import Workload
 
-_CALIBRATION_S = 25.0
 _SETTINGS = ("rate", "concurrency", "arrivals")  # of a workload, that leave no room for --load
 
 
@@ -66,11 +65,14 @@ _SETTINGS = ("rate", "concurrency", "arrivals")  # of a workload, that leave no 
 )
 @console.sweep_option
 @click.option(
-    "--calibrate/--no-calibrate",
-    "calibrate",
-    default=True,
+    "--calibration",
+    "calibration_s",
+    metavar="SECONDS",
+    type=click.FloatRange(min=0),
+    default=25.0,
     show_default=True,
-    help="Serve other requests for a while first, and fit the step's own cost to them.",
+    help="Serve other requests for so long first, and fit the step's own cost to them; 0: take "
+    "the profile's.",
 )
 @scheduler_options
 @click.option(
@@ -94,7 +96,7 @@ def validate(
     tensor_parallel: int,
     threads: int | None,
     sweep_name: str,
-    calibrate: bool,
+    calibration_s: float,
     serving: Mapping[str, Any],
     scheduler: Any,
     out: Path | None,
@@ -152,9 +154,9 @@ def validate(
             for workload, text in zip(workloads, workload_texts, strict=True)
         ]
         calibration = None
-        if calibrate:
+        if calibration_s:
             calibration = calibration_workload(
-                _CALIBRATION_S, load, server.limits, timer, scheduler=scheduler
+                calibration_s, load, server.limits, timer, scheduler=scheduler
             )
         found = run(
             server,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dooly_backend.database import Database
-from dooly_backend.database.records import Occurrence, StepCost
+from dooly_backend.database.records import Occurrence, Signature, StepCost
 from dooly_backend.regression.bundle import BundleConfiguration, fit_bundle
 from dooly_backend.simulation.execution import Execution, Mode
 from dooly_backend.simulation.own_cost import Affine, HostCost, Shapes, own_cost
@@ -143,10 +143,15 @@ def test_decodes_that_go_on() -> None:
         ("LogitsProcessor", "requests", "LogitsProcessor", "linear"),
         ("Attention", "batch", "Attention", "attention"),
         ("FusedMoE", "routing", "FusedMoE", "moe"),
-        ("all_reduce", "tokens", "RowParallelLinear", "collectives"),
         ("RMSNorm", "tokens", "RMSNorm", "other"),
     ],
 )
 def test_groups(name: str, kind: str, module_class: str, group: str) -> None:
     occurrence = Occurrence(0, "model", module_class, signature(name, kind), 1)  # type: ignore[arg-type]
     assert group_of(occurrence) == group
+
+
+def test_collectives_are_a_group_of_their_own() -> None:
+    gather = Signature("dooly::gather", "operation", "requests", '{"collective":"gather"}')
+    occurrence = Occurrence(0, "logits_processor", "LogitsProcessor", gather, 1)
+    assert group_of(occurrence) == "collectives"

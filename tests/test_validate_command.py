@@ -24,7 +24,7 @@ def test_live_and_simulated_in_one_run(profiled: Profiled, tmp_path: Path) -> No
             sys.executable, "-m", "dooly_backend.cli", "validate", "smollm-135m", "--json",
             "--db", str(profiled.path), "--threads", "1", "--runs", "2", "--sweep", "smoke",
             "--workload", workload, "--max-num-batched-tokens", "64", "--max-model-len", "512",
-            "--no-calibrate", "-o", str(tmp_path / "out"),
+            "--calibration", "2", "-o", str(tmp_path / "out"),
         ],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -39,6 +39,7 @@ def test_live_and_simulated_in_one_run(profiled: Profiled, tmp_path: Path) -> No
         assert found[name] >= 0
     table = pd.read_csv(tmp_path / "out" / "comparison.csv")
     assert len(table) == 3 * 4 + 1 + 3
+    assert (table["error"] != table["profile_only"]).any()
     assert (table["live"] > 0).all()
     assert (table["simulated"] > 0).all()
     figures = json.loads((tmp_path / "out" / "figures.json").read_text())

@@ -34,7 +34,6 @@ Predicted = tuple[Numbers, Flags]  # microseconds, and whether outside the profi
 
 HOST = "host"
 GROUPS = ("attention", "linear", "moe", "collectives", "other")
-_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective")
 _MATRIX_PRODUCTS = ("linear", "::mm", "addmm", "matmul", "lmhead", "logitsprocessor")
 _MEMO = 65_536  # single steps that are remembered
 
@@ -84,7 +83,7 @@ def group_of(occurrence: Occurrence) -> str:
     name = f"{occurrence.signature.name} {occurrence.module_class}".lower()
     if occurrence.signature.kind == "routing":
         return "moe"
-    if any(word in name for word in _COLLECTIVES):
+    if '"collective":' in occurrence.signature.canonical:  # profiling/collectives.py
         return "collectives"
     if occurrence.signature.kind == "batch":
         return "attention"
