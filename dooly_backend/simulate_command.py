@@ -45,6 +45,12 @@ if TYPE_CHECKING:
 )
 @scheduler_options
 @click.option(
+    "--execution-mode",
+    type=click.Choice(["eager", "piecewise", "full_graph"]),
+    help="How the engine runs the model: op by op, or as captured graphs (full_graph: vLLM's "
+    "default on a GPU). [default: as profiled, or as the runs of --calibrate]",
+)
+@click.option(
     "--calibrate",
     "live_runs",
     metavar="RUN",
@@ -71,6 +77,7 @@ def simulate(
     backend: str | None,
     tensor_parallel: int | None,
     serving: Mapping[str, Any],
+    execution_mode: str | None,
     live_runs: tuple[Path, ...],
     scheduler: Any,
     out: Path | None,
@@ -103,12 +110,17 @@ def simulate(
         arguments = profile_arguments(filters)
         source = profiled(db, model_name(model), environment, filters, arguments, model)
     limits = source.limits(serving)
-    timer = source.timer(limits)
+    timer = source.timer(limits, execution_mode)
     if live_runs:
         from dooly_backend.simulation.calibrate import calibrated
         from dooly_backend.simulation.run_file import load_run
 
-        timer = timer.with_cost(calibrated(map(load_run, live_runs), timer))
+        known = [load_run(path) for path in live_runs]
+        served = known[0].about
+        cost = calibrated(known, source.timer_of(served, known[0].limits or limits))
+        if execution_mode is None:
+            timer = source.timer_of(served, limits)
+        timer = timer.with_cost(cost)
     began = time.perf_counter()
     run = run_simulation(
         requests, limits, timer, concurrency=workload.concurrency, scheduler=scheduler

@@ -61,6 +61,13 @@ _SETTINGS = ("rate", "concurrency", "arrivals")  # of a workload, that leave no 
     help="Tensor-parallel size.",
 )  # fmt: skip
 @click.option(
+    "--execution-mode",
+    type=click.Choice(["eager", "full_graph"]),
+    default="full_graph",
+    show_default=True,
+    help="How a GPU runs the model: op by op, or as vLLM does by default. A CPU runs it op by op.",
+)
+@click.option(
     "--threads", type=click.IntRange(min=1), help="Threads of a CPU engine; leave a core to others."
 )
 @console.sweep_option
@@ -94,6 +101,7 @@ def validate(
     environment: str | None,
     backend: str | None,
     tensor_parallel: int,
+    execution_mode: str,
     threads: int | None,
     sweep_name: str,
     calibration_s: float,
@@ -143,12 +151,14 @@ def validate(
         dtype=source.configuration.dtype,
         block_size=source.configuration.block_size,
         threads=threads,
-        eager=source.configuration.execution_mode == "eager",
+        # A CPU's operations were timed as they run without compilation; a GPU's kernels
+        # are those of its graphs.
+        eager=source.environment.device_kind == "cpu" or execution_mode == "eager",
         **serving,
     )
     _say(f"starting {options.engine} with {described.name}")
     with boot_server(options) as server:
-        timer = source.timer(server.limits)
+        timer = source.timer_of(server.about, server.limits)
         chosen = [
             loaded(workload, text, load, server.limits, timer, scheduler)
             for workload, text in zip(workloads, workload_texts, strict=True)

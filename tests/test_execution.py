@@ -54,6 +54,15 @@ def test_modes_without_one_of_the_graphs() -> None:
     assert modes(Execution(), step, prefill) == [("EAGER", 3), ("EAGER", 20)]
 
 
+def test_a_server_tells_its_rule_itself() -> None:
+    about = {"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [1, 2, 4]}
+    assert Execution.served(about, 8) == Execution("PIECEWISE", (1, 2, 4), 8)
+    assert Execution.served({"cudagraph_mode": "NONE", "cudagraph_capture_sizes": []}, 8) == (
+        Execution()
+    )
+    assert Execution.served({}, 8) == Execution()
+
+
 def test_bad_settings_are_refused() -> None:
     with pytest.raises(InputError, match="FULL_AND_PIECEWISE"):
         Execution("GRAPH", SIZES, 16)

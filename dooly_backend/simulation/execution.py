@@ -19,10 +19,11 @@ Speculative decoding, LoRA and microbatching, which add graphs, are left out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -90,6 +91,12 @@ class Execution:
             raise InputError(f"no CUDA graph mode {self.graphs!r}: use {', '.join(GRAPH_MODES)}")
         if self.graphs != "NONE" and not self.sizes:
             raise InputError(f"the mode {self.graphs} needs the sizes that were captured")
+
+    @classmethod
+    def served(cls, about: Mapping[str, Any], max_num_seqs: int) -> Execution:
+        """The rule of a live server, as it told itself (`Run.about`)."""
+        graphs, sizes = about.get("cudagraph_mode"), about.get("cudagraph_capture_sizes")
+        return cls(graphs, tuple(sizes), max_num_seqs) if graphs and sizes else cls()
 
     def modes(
         self, tokens: Integers, requests: Integers, longest: Integers

@@ -37,9 +37,12 @@ class Source:
         capacity = self.fitted.kv_capacity
         return serving_limits(self.configuration, self.environment, given, capacity)
 
-    def timer(self, limits: ServingLimits) -> StepModel:
-        """The step times under these limits, which decide what vLLM captures graphs for."""
-        graphs = OF_CONFIGURATION[self.configuration.execution_mode]
+    def timer(self, limits: ServingLimits, execution_mode: str | None = None) -> StepModel:
+        """The step times under these limits, which decide what vLLM captures graphs for.
+
+        `execution_mode` is "eager", "piecewise" or "full_graph"; by default as profiled.
+        """
+        graphs = OF_CONFIGURATION[execution_mode or self.configuration.execution_mode]
         sizes: Sequence[int] = ()
         if graphs != "NONE":
             sizes = capture_sizes(
@@ -48,6 +51,10 @@ class Source:
                 self.environment.engine_version,
             )
         return StepModel.of(self.fitted, Execution(graphs, sizes, limits.max_num_seqs))
+
+    def timer_of(self, served: Mapping[str, Any], limits: ServingLimits) -> StepModel:
+        """The step times of a live server that describes itself as `served` (`Run.about`)."""
+        return StepModel.of(self.fitted, Execution.served(served, limits.max_num_seqs))
 
     def about(self) -> dict[str, Any]:
         """What was profiled where, for a summary."""

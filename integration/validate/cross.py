@@ -43,7 +43,9 @@ def main(model: str, files: tuple[Path, ...], bundle: Path, backend: str | None,
         runs.setdefault(str(run.about.get("workload", file.name)), []).append(run)
     lines = [f"# {source.configuration.model} on {source.environment.device}", ""]
     for workload, live in runs.items():
-        model_of_steps = StepModel.of(source.fitted, execution_of(live[0]))
+        assert live[0].limits is not None
+        execution = Execution.served(live[0].about, live[0].limits.max_num_seqs)
+        model_of_steps = StepModel.of(source.fitted, execution)
         kernels = Comparison([*map(Metrics, live)], Metrics(simulated(live[0], model_of_steps)))
         others = [run for name, those in runs.items() if name != workload for run in those]
         cost = calibrated(others, model_of_steps)
@@ -64,14 +66,6 @@ def main(model: str, files: tuple[Path, ...], bundle: Path, backend: str | None,
     out.mkdir(parents=True, exist_ok=True)
     (out / "README.md").write_text("\n".join(lines))
     print("\n".join(lines))
-
-
-def execution_of(run: Run) -> Execution:
-    """The execution modes of the engine that served the run, as it said itself."""
-    graphs, sizes = run.about.get("cudagraph_mode"), run.about.get("cudagraph_capture_sizes")
-    if not graphs or not sizes or run.limits is None:
-        return Execution()
-    return Execution(graphs, sizes, run.limits.max_num_seqs)
 
 
 def simulated(live: Run, timer: StepModel) -> Run:
