@@ -2,7 +2,7 @@
 
     python -m integration.validate.run smollm-135m --db latency.db -o results/smollm-135m
 
-Profiles what --db lacks and fits it to bundle.joblib, finds the rates that are
+Profiles what --db lacks, keeps it as latency.db, finds the rates that are
 --load of the simulated capacity, then serves the workloads in turns, --runs
 times each, after other requests that calibrate the step's own cost. Every run
 is written when it is over; after --minutes the next call goes on. With all runs
@@ -14,7 +14,9 @@ needed.
 from __future__ import annotations
 
 import json
+import sqlite3
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +24,10 @@ import click
 import pandas as pd
 
 from dooly_backend.config import load_model
-from dooly_backend.database import Database
 from dooly_backend.engines.serving import ServingOptions, boot_server
-from dooly_backend.regression.bundle import fit_bundle
 from dooly_backend.simulation.records import Run
 from dooly_backend.simulation.run_file import load_run, save_run
-from dooly_backend.simulation.source import Source, from_bundle, profiled
+from dooly_backend.simulation.source import Source, from_database, profiled
 from dooly_backend.simulation.validation import (
     at_load,
     calibration_workload,
@@ -78,14 +78,14 @@ def main(
     """Go on with the validation of MODEL in OUT."""
     began = time.monotonic()
     described = load_model(model)
-    bundle = out / "bundle.joblib"
-    if not bundle.exists():
+    measured = out / "latency.db"
+    if not measured.exists():
         arguments = ["--threads", str(threads), "--sweep", sweep]
         profiled(db, described.name, None, {}, arguments, model)
         out.mkdir(parents=True, exist_ok=True)
-        with Database.open(db, read_only=True) as database:
-            fit_bundle(database, [described.name]).save(bundle)
-    source = from_bundle(bundle, None, {})
+        with closing(sqlite3.connect(db)) as connection:
+            connection.execute("VACUUM INTO ?", (str(measured),))
+    source = from_database(str(measured), described.name, None, {})
     of_turns = [
         (w.name, out / f"{w.name}-live-{n}.json.xz") for n in range(runs) for w in WORKLOADS
     ]
