@@ -187,10 +187,15 @@ def _call_as_in_a_step(
     timer.flush()
     if subject.sibling is not None:
         engine.call(subject.sibling)
+    timer.pass_by()
+    if timer.inputs_age:
+        with engine.running(subject.call.context):
+            arguments.restore()
     if subject.predecessor is not None:
         engine.call(subject.predecessor)
     with engine.running(subject.call.context):
-        arguments.restore()
+        if not timer.inputs_age:
+            arguments.restore()
         return timer.time(subject.call, ahead_us)
 
 
