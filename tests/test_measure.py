@@ -203,3 +203,25 @@ def test_on_a_busy_host_nothing_is_taken_again(monkeypatch: pytest.MonkeyPatch) 
     found = measure(script, script, {("h", point): Subject(call, None, call)}, regime)
     assert found["h", point].samples_us == (5.0, 6.0, 7.0)
     assert not script.samples
+
+
+@pytest.mark.parametrize("inputs_age", [True, False])
+def test_inputs_are_put_in_place_ahead_of_the_predecessor_or_behind_it(inputs_age: bool) -> None:
+    class Ageing(Script):
+        def pass_by(self) -> None:
+            self.events.append("pass by")
+
+    seen: list[list[float]] = []
+    argument = torch.zeros(2)
+
+    def writes(tensor: torch.Tensor) -> None:
+        tensor += 1
+
+    called = CapturedCall("a", writes, (argument,), {}, None, 0)
+    ahead = CapturedCall("b", lambda: seen.append(argument.tolist()), (), {}, None, 0)
+    like = CapturedCall("c", lambda: None, (), {}, None, 0)
+    script = Ageing()
+    script.inputs_age = inputs_age
+    measurements(script, Regime(repeats=2, warmups=0), Subject(called, ahead, like))
+    assert script.events == ["flush", "c", "pass by", "b", "time a"] * 2
+    assert seen == [[0.0, 0.0], [0.0, 0.0] if inputs_age else [1.0, 1.0]]
