@@ -88,7 +88,8 @@ class Row:
     """One batch. Times are medians over the rounds, in microseconds.
 
     `forward_error` is the percentage by which the isolated calls of a round
-    differ from its live forward pass, the median over the rounds.
+    differ from its live forward pass, the median over the rounds. `rounds` are the
+    live and isolated times of whole steps, by round.
     """
 
     batch: str
@@ -98,6 +99,7 @@ class Row:
     step_live_us: float
     step_isolated_us: float
     forward_error: float
+    rounds: tuple[tuple[float, float], ...] = ()
 
 
 class _ForwardClock:
@@ -193,6 +195,7 @@ def compare(engine: Engine, timer: Timer, batch: Batch, signed: dict[Entry, Sign
         median(lambda r: r.step_live),
         median(lambda r: r.step_isolated),
         100 * (median(lambda r: r.forward_isolated / r.forward_live) - 1),
+        tuple((r.step_live, r.step_isolated) for r in rounds),
     )
 
 
@@ -219,7 +222,7 @@ def _round(engine: Engine, timer: Timer, batch: Batch, signed: dict[Entry, Signa
 
 
 def whole_steps(rows: Sequence[Row], layers: int) -> list[float]:
-    """The whole step of every row, microseconds, with a cost fitted to rows that it is not among.
+    """What each step costs beyond its operations, microseconds, fitted to rows it is not among.
 
     Every second row of a phase is one half; each half is predicted from the
     fit to the other.
@@ -229,16 +232,17 @@ def whole_steps(rows: Sequence[Row], layers: int) -> list[float]:
     for row in rows:
         halves.append(turns[row.phase] % 2)
         turns[row.phase] += 1
-    steps = [
-        StepMeasurement(Batch.parse(r.batch), layers, (r.step_live_us,), r.step_isolated_us)
-        for r in rows
-    ]
+    steps = []
+    for row in rows:
+        beyond = statistics.median(live - isolated for live, isolated in row.rounds)
+        batch = Batch.parse(row.batch)
+        steps.append(StepMeasurement(batch, layers, (row.step_live_us,), row.step_live_us - beyond))
     costs = [
         fit_step_cost([step for step, of in zip(steps, halves, strict=True) if of != half])
         for half in (0, 1)
     ]
     return [
-        step.operations_us + costs[half].time_us(layers, step.batch.num_reqs)
+        costs[half].time_us(layers, step.batch.num_reqs)
         for step, half in zip(steps, halves, strict=True)
     ]
 
@@ -246,10 +250,10 @@ def whole_steps(rows: Sequence[Row], layers: int) -> list[float]:
 def show(rows: list[Row], title: str, steps: Sequence[float] = ()) -> Table:
     """The rows and, by phase, the mean absolute and the worst errors.
 
-    `steps` are predictions of the whole steps, where there are any.
+    `steps` are what the steps cost beyond their operations, where that was fitted.
     """
     heads = ["batch", "forward live", "isolated", "error", "step live", "operations"]
-    table = Table(*heads, *(["predicted", "error"] if steps else []), title=title)
+    table = Table(*heads, *(["own cost", "error"] if steps else []), title=title)
     errors = step_errors(rows, steps)
     for i, row in enumerate(rows):
         table.add_row(
@@ -270,9 +274,12 @@ def show(rows: list[Row], title: str, steps: Sequence[float] = ()) -> Table:
     return table
 
 
-def step_errors(rows: Sequence[Row], steps: Sequence[float]) -> list[float]:
-    """Percent by which the predicted whole steps differ from the live ones."""
-    return [100 * (us / row.step_live_us - 1) for row, us in zip(rows, steps, strict=False)]
+def step_errors(rows: Sequence[Row], own: Sequence[float]) -> list[float]:
+    """Percent by which calls and `own` cost differ from the live step, medians over the rounds."""
+    return [
+        100 * (statistics.median((isolated + us) / live for live, isolated in row.rounds) - 1)
+        for row, us in zip(rows, own, strict=False)
+    ]
 
 
 def _figures(errors: Iterable[float]) -> str:
@@ -292,11 +299,11 @@ def measure_rows(
 
 
 def write(rows: Sequence[Row], path: Path, steps: Sequence[float] = ()) -> None:
-    """The rows as CSV, with predictions of the whole steps where there are any."""
+    """The rows as CSV, with the steps' own costs and errors where there are any."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    frame = pd.DataFrame([asdict(row) for row in rows])
+    frame = pd.DataFrame([asdict(row) for row in rows]).drop(columns="rounds")
     if steps:
-        frame = frame.assign(step_predicted_us=steps, step_error=step_errors(rows, steps))
+        frame = frame.assign(step_own_us=steps, step_error=step_errors(rows, steps))
     frame.round(2).to_csv(path, index=False)
 
 
