@@ -20,7 +20,7 @@ COLOURS = {
     "other": "#7f7f7f",
     "host": "#d62728",
 }
-MOST_POINTS = 4000  # of one line: more cannot be seen, and make the page slow
+MOST_POINTS = 1000  # of one line: more cannot be seen, and make the page slow
 
 
 def run_page(metrics: Metrics, title: str, parts_us: pd.DataFrame | None = None) -> str:

@@ -14,7 +14,7 @@ from dooly_backend.simulation.plots import latency_figure, page
 from dooly_backend.simulation.run_file import save_run
 from dooly_backend.simulation.validation import Validation, overall, table_rows
 
-_MOST_POINTS = 3000
+_MOST_POINTS = 1000
 
 
 def write_validation(

@@ -2,7 +2,7 @@
 
     python -m integration.validate.run smollm-135m --db latency.db -o results/smollm-135m
 
-Profiles what --db lacks, keeps it as latency.db, finds the rates that are
+Profiles what --db lacks, keeps it as profile.db, finds the rates that are
 --load of the simulated capacity, then serves the workloads in turns, --runs
 times each, after other requests that calibrate the step's own cost. Every run
 is written when it is over; after --minutes the next call goes on. With all runs
@@ -78,7 +78,7 @@ def main(
     """Go on with the validation of MODEL in OUT."""
     began = time.monotonic()
     described = load_model(model)
-    measured = out / "latency.db"
+    measured = out / "profile.db"
     if not measured.exists():
         arguments = ["--threads", str(threads), "--sweep", sweep]
         profiled(db, described.name, None, {}, arguments, model)
