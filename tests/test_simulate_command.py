@@ -111,6 +111,8 @@ def test_results_are_written(dooly: Dooly, db: Path) -> None:
     [
         (["Qwen3-0.6B", "--workload", "nonsense"], "unknown workload 'nonsense'"),
         (["Qwen3-0.6B", "--environment", "H100"], "environment"),
+        (["no-such-model"], "no-such-model"),
+        (["Qwen3-0.6B", "--db", "builtin:h200"], "has no model 'Qwen/Qwen3-0.6B'"),
         (["Qwen3-0.6B", "--num-gpu-blocks", "3"], "KV cache holds"),
         (["Qwen3-0.6B", "--kv-cache-memory", "0.0001"], "less than two blocks"),
     ],

@@ -12,13 +12,21 @@ from typing import Any
 from dooly_backend.config import load_model
 from dooly_backend.database import Database
 from dooly_backend.database.records import Configuration, Environment
-from dooly_backend.errors import CheckFailed, InputError
+from dooly_backend.errors import DoolyError, InputError
 from dooly_backend.regression.bundle import BundleConfiguration, fit_bundle, load_bundle
 from dooly_backend.regression.select import UnmeasuredError, select
 from dooly_backend.simulation.execution import OF_CONFIGURATION, Execution, capture_sizes
 from dooly_backend.simulation.limits import serving_limits
 from dooly_backend.simulation.records import ServingLimits
 from dooly_backend.simulation.step_time import StepModel
+
+
+class ProfileFailed(DoolyError):
+    """Profiling what was missing failed, with the exit code that it had."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 @dataclass(frozen=True)
@@ -112,12 +120,11 @@ def profiled(
             if db.startswith("builtin:"):
                 raise
     named = model_argument or model
+    load_model(named)  # a misspelt name is told here, in one line
     command = [sys.executable, "-m", "dooly_backend.cli", "profile", named, "--db", db, *arguments]
     done = subprocess.run(command, stdout=sys.stderr.fileno(), check=False)
     if done.returncode:
-        raise CheckFailed(
-            f"`dooly profile {model}` ended with exit code {done.returncode}: see above"
-        )
+        raise ProfileFailed(f"`dooly profile {named}` did not end well: see above", done.returncode)
     return from_database(db, model, environment, filters)
 
 
