@@ -8,6 +8,7 @@ to do.
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -241,9 +242,14 @@ def load_hardware(name: str) -> Hardware:
 
 def hardware_for(device_name: str) -> Hardware | None:
     """The shipped description of the device that a driver calls `device_name`."""
-    known = [load_hardware(str(path)) for path in known_files("hardware").values()]
-    best = max(known, key=lambda hardware: hardware.matched_length(device_name))
+    best = max(_shipped_hardware(), key=lambda hardware: hardware.matched_length(device_name))
     return best if best.matched_length(device_name) else None
+
+
+@functools.cache
+def _shipped_hardware() -> tuple[Hardware, ...]:
+    """All shipped descriptions; they are frozen, and reading YAML takes its time."""
+    return tuple(load_hardware(str(path)) for path in known_files("hardware").values())
 
 
 # -- runs ---------------------------------------------------------------------

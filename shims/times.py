@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -45,6 +46,10 @@ class CallTimes:
     def __init__(self, model: LatencyModel) -> None:
         self.model = model
         self._cells: dict[tuple[str, object], Cell] = {}
+        self._sums: dict[tuple[PointKind, object], float] = {}
+        self._by_kind: dict[PointKind, list[Occurrence]] = defaultdict(list)
+        for occurrence in model.occurrences:
+            self._by_kind[occurrence.signature.kind].append(occurrence)
 
     def of(self, occurrence: Occurrence, batch: Batch) -> Cell:
         """All runs of `occurrence` in one step. Raises InputError where nothing was measured."""
@@ -78,8 +83,15 @@ class CallTimes:
         model = self.model
         step, layers = model.step_cost, model.configuration.num_layers
         own = step.time_us(layers, batch.num_reqs) if step else 0.0
-        # Plain numbers: thousands of steps are asked for at once.
-        return sum(self._call(o, batch).us * o.count for o in model.occurrences) + own
+        return sum(self._kind_us(kind, batch) for kind in self._by_kind) + own
+
+    def _kind_us(self, kind: PointKind, batch: Batch) -> float:
+        """All operations of one kind: thousands of steps are asked for, many alike in this."""
+        key = kind, what_matters(kind, batch)
+        if key not in self._sums:
+            occurrences = self._by_kind[kind]
+            self._sums[key] = sum(self._call(o, batch).us * o.count for o in occurrences)
+        return self._sums[key]
 
 
 def _cell(us: float, measured: bool, extrapolated: bool) -> Cell:

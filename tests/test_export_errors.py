@@ -74,7 +74,10 @@ def test_a_database_without_this_model(run: Run, database: Path, tmp_path: Path,
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_degree_that_is_missing(run: Run, database: Path, tmp_path: Path, name: str) -> None:
     result = run(name, "--tp", "1", "--tp", "4", "-o", "out")
-    refused(result, r"no configuration with tensor_parallel=4, only .*`dooly profile`")
+    refused(
+        result,
+        r"tensor_parallel=4, only .*: run `dooly profile meta-llama/.* --tp 4 --db .*` first",
+    )
     assert names(tmp_path) == {"latency.db"}
 
 

@@ -197,16 +197,22 @@ def table(folder: Path, name: str) -> Path:
 
 @pytest.fixture
 def vidurs(tmp_path: Path) -> Path:
-    """Tables as Vidur's profiler writes them: no copies, lengths before the step."""
+    """Tables as Vidur's profiler writes them: no copies, lengths before the step, enumerations."""
     old = exported(tmp_path, "vidur", shim_fixture.LLAMA, **SMALL)
     for path in old.rglob("*.csv"):
         if path.read_text().count("\n") > 1:
             edit(path, lambda row: {k: v for k, v in row.items() if k != "copy"})
+    written = {
+        "attention_backend": "AttentionBackend.FLASH_ATTENTION",
+        "profile_method": "ProfileMethod.KINETO",
+    }
+    edit(table(old, "attention.csv"), lambda row: row | written)
     return Path(shutil.copytree(old / "data", tmp_path / "vidur" / "data"))
 
 
 def test_lengths_of_vidurs_own_rows(vidurs: Path, tmp_path: Path) -> None:
     (profile, _) = get_importer("vidur").read(vidurs, Wanted())
+    assert profile.configuration.backend == "FLASH_ATTENTION"
     with table(vidurs, "attention.csv").open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["num_tensor_parallel_workers"] == "1"]
     keys = {m.point.key for ms in profile.measurements.values() for m in ms}

@@ -107,13 +107,13 @@ class Surface:
 
 def between(low: Statistics, high: Statistics, share: float) -> Statistics:
     """The point `share` (0 to 1) of the way from `low` to `high`."""
-    # a + share * (b - a), written so that rounding cannot leave [a, b].
-    return Statistics(
-        *[
-            min(max(a + share * (b - a), min(a, b)), max(a, b))
-            for a, b in zip(low, high, strict=True)
-        ]
-    )
+    values = []
+    for a, b in zip(low, high, strict=True):
+        value = a + share * (b - a)
+        # Rounding must not carry it past b.
+        past = value > b if b > a else value < b
+        values.append(b if past else value)
+    return Statistics._make(values)
 
 
 def slope(low_place: float, low: Statistics, high_place: float, high: Statistics) -> Statistics:

@@ -52,7 +52,7 @@ def select(
         choices = tell_apart([configurations[i] for i in sorted(chosen)])
         raise InputError(
             f"database {database.path} holds {len(chosen)} configurations that fit: "
-            f"{'; '.join(choices)}: say which one, by model, by what differs, or by digest"
+            f"{'; '.join(choices)}: say which one, with --model NAME or DIGEST, or by what differs"
         )
     if len(complete) > 1:
         choices = [_place(environments[i]) for _, i in complete]
@@ -126,9 +126,31 @@ def _matching_configurations(
         choices = tell_apart(list(named.values()), always=tuple(wanted))
         raise UnmeasuredError(
             f"database {database.path} has no configuration with {asked}, only "
-            f"{'; '.join(choices)}: run `dooly profile` with these options first"
+            f"{'; '.join(choices)}: run `{_profile_command(database, named, wanted)}` first"
         )
     return fitting
+
+
+#: Options of `dooly profile` that set a field of `Configuration`.
+_FLAGS = {
+    "engine": "--engine",
+    "backend": "--backend",
+    "dtype": "--dtype",
+    "kv_cache_dtype": "--kv-cache-dtype",
+    "block_size": "--block-size",
+    "tensor_parallel": "--tp",
+    "pipeline_parallel": "--pp",
+    "execution_mode": "--execution-mode",
+}
+
+
+def _profile_command(
+    database: Database, named: Mapping[int, Configuration], wanted: Mapping[str, Any]
+) -> str:
+    """What measures what is asked for."""
+    models = _unique(configuration.model for configuration in named.values())
+    options = [f"{_FLAGS[name]} {value}" for name, value in wanted.items() if name in _FLAGS]
+    return " ".join(["dooly profile", *models, *options, f"--db {database.path}"])
 
 
 def is_called(configuration: Configuration, name: str) -> bool:

@@ -104,7 +104,9 @@ def _profiles(source: Source, wanted: Wanted) -> Iterator[Profile]:
                 f"{source.mlp.relative_to(source.root)} has no rows of tensor parallel {degree}, "
                 f"{source.attention.name} has"
             )
-        part = _Part(tables, int(degree), int(block_size), str(backend), layers, mlp, attention)
+        # Vidur's profiler writes the name of an enumeration.
+        backend = str(backend).removeprefix("AttentionBackend.")
+        part = _Part(tables, int(degree), int(block_size), backend, layers, mlp, attention)
         yield part.profile(environment, config)
 
 

@@ -38,7 +38,14 @@ ATTENTION_COLUMNS = (
 NETWORK_COLUMNS = ("num_workers", "size", "devices_per_node")
 #: Not in every file, and of no use here.
 _MAY_LACK = {"is_prefill", "max_model_len", "attention_backend"}
-_MAY_HAVE = {COPY_COLUMN, "Unnamed: 0", "rank", "collective", "max_devices_per_node"}
+_MAY_HAVE = {
+    COPY_COLUMN,
+    "Unnamed: 0",
+    "rank",
+    "collective",
+    "max_devices_per_node",
+    "profile_method",
+}
 
 
 def read_table(path: Path, root: Path, columns: Iterable[str], ops: Iterable[str]) -> pd.DataFrame:
