@@ -42,6 +42,7 @@ MODELS = (*measured.SMALL, *measured.LARGE)
 #: Enough of the H200's ranges for steps of every kind, and quick to write.
 LIMITS = {"max_length": 4096, "max_chunk": 1024, "max_batch": 32}
 
+
 Price = Callable[[Batch], float]  # microseconds
 
 
@@ -127,12 +128,16 @@ def test_llmservingsim(name: str) -> None:
     for costs in all_costs:
         rules = LLMServingSimRules(tables, architecture, costs.layers, costs.degree)
         batches = random_batches(
-            2 * POINTS,
+            4 * POINTS,
             max_tokens=min(grids.max_tokens, grids.attention.chunks[-1]),
             max_seqs=grids.max_seqs,
             max_length=grids.max_kv,
             seed=costs.degree,
         )
+        # Beyond the longest history that was measured the simulator follows the last two rows
+        # down as well as up; the latency model does not fall.
+        longest = grids.attention.histories[-1]
+        batches = [b for b in batches if all(p.context <= longest for p in b.prefills)]
         if architecture.experts and costs.degree > 1:
             # Several steps of few tokens have one place in moe.csv: the manifest says so.
             batches = [batch for batch in batches if batch.num_tokens > 8]

@@ -52,10 +52,11 @@ class Rule:
 
 #: The first rule that fits decides.
 RULES = (
-    Rule(COLLECTIVE, "*", name="*all_reduce*"),
-    Rule(COLLECTIVE, "*", name="*all_gather*"),
-    Rule(COLLECTIVE, "*", name="*reduce_scatter*"),
-    Rule(COLLECTIVE, "*", name="*all_to_all*"),
+    # of tokens; gathering the logits of requests is in no trace of the simulator's
+    Rule(COLLECTIVE, "*", name="*all_reduce*", kind="tokens"),
+    Rule(COLLECTIVE, "*", name="*all_gather*", kind="tokens"),
+    Rule(COLLECTIVE, "*", name="*reduce_scatter*", kind="tokens"),
+    Rule(COLLECTIVE, "*", name="*all_to_all*", kind="tokens"),
     # what depends on the whole batch, on the number of requests, on nothing
     Rule(ATTENTION, "*", kind="batch"),
     Rule("lm_head", "*.logits_processor*", kind="requests"),

@@ -22,6 +22,8 @@ from dooly_backend.workload import Batch
 from ..times import EXTRAPOLATED, INTERPOLATED, MEASURED, what_matters
 from .mapping import ALL_REDUCE, ATTENTION, MLP_OPS, STEP, Assignment, assign
 
+#: Prefills share a step with few requests or many; one figure has to do for all.
+FEW_REQUESTS = 8
 _SOURCES = (MEASURED, INTERPOLATED, EXTRAPOLATED)  # worse ones later
 
 
@@ -158,8 +160,9 @@ class StepCosts:
 
     @cached_property
     def one_request(self) -> float:
-        """What one request more costs beside attention, where there are few: median."""
-        return max(0.0, self.requests(2).median - self.requests(1).median)
+        """What one request more costs beside attention, in the mean of the first few: median."""
+        more = self.requests(FEW_REQUESTS).median - self.requests(1).median
+        return max(0.0, more / (FEW_REQUESTS - 1))
 
     def step(self, batch: Batch) -> Cell:
         return total(

@@ -8,6 +8,7 @@ the nearest row.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
@@ -16,6 +17,8 @@ from dooly_backend.errors import InputError
 from dooly_backend.workload import Batch
 
 from .costs import StepCosts
+
+logger = logging.getLogger(__name__)
 
 Layout = Literal["repo", "pypi"]
 LAYOUTS: tuple[Layout, ...] = ("repo", "pypi")
@@ -154,9 +157,11 @@ def choose_ranges(costs: StepCosts, limits: Limits, layout: Layout) -> Ranges:
     Raises InputError where they contradict each other or the model.
     """
     limit = costs.max_model_len or LARGEST_LENGTH
-    chunk = limits.max_chunk or _measured_chunk(costs, min(limit, LARGEST_CHUNK))
-    batch = limits.max_batch or _measured_batch(costs, LARGEST_BATCH)
-    length = limits.max_length or _measured_length(costs, limit)
+    chunk = _chosen(
+        "max_chunk", limits.max_chunk, _measured_chunk(costs, min(limit, LARGEST_CHUNK))
+    )
+    batch = _chosen("max_batch", limits.max_batch, _measured_batch(costs, LARGEST_BATCH))
+    length = _chosen("max_length", limits.max_length, _measured_length(costs, limit))
     if length > limit:
         raise InputError(f"max_length {length} is beyond the model's {limit} tokens")
     if chunk < CHUNK_STEP or length < CHUNK_STEP:
@@ -165,6 +170,19 @@ def choose_ranges(costs: StepCosts, limits: Limits, layout: Layout) -> Ranges:
     chunk = min(chunk, length) // CHUNK_STEP * CHUNK_STEP
     granularity = limits.granularity or _granularity(length, chunk, batch, layout)
     return _thinned(Ranges(length, chunk, batch, granularity), layout)
+
+
+def _chosen(name: str, given: int | None, measured: int) -> int:
+    if given is None:
+        return measured
+    if given > measured:
+        logger.warning(
+            "%s %d is beyond what was measured (%d): times there go on as the last measured ones",
+            name,
+            given,
+            measured,
+        )
+    return given
 
 
 def _granularity(length: int, chunk: int, batch: int, layout: Layout) -> int:

@@ -2,7 +2,7 @@
 
 Vidur adds ``layers * (every mlp.csv operation + attn_prefill + attn_decode)``
 and knows no cost per step. So with T, attention and g of `costs`, L layers and
-q for what one request costs more (g(2) - g(1))
+q for what one request costs more (the mean of the first few)
 
 - ``add`` also holds what runs once per step over tokens, and g(1) - q;
 - ``attn_prefill`` also holds q: Vidur adds one for each prefill of a step (the
