@@ -18,6 +18,7 @@ from vidur_fixture import OPERATIONS, fixture_model
 from dooly_backend.config import AdaptiveSweep, load_sweep
 from dooly_backend.database import Database
 from dooly_backend.database.check import check_file
+from dooly_backend.database.collectives import measured_collectives
 from dooly_backend.errors import EngineError
 from dooly_backend.profiling import collectives
 from dooly_backend.profiling.collective_calls import (
@@ -200,6 +201,10 @@ def test_measured_collectives_are_part_of_a_step(
     connection.close()
     assert rows[1] == ("all_reduce", "1x2", 2, 16 * H * 2)
     assert len(rows) == 8
+    with Database.open(path, read_only=True) as database:
+        found = measured_collectives(database)
+    assert [(m.operation, m.topology, m.degree, m.bytes) for m in found] == rows
+    assert found[1].measurement.median_us == 100 + 16 * H / 10
 
 
 def test_vidurs_all_reduce_takes_them(tmp_path: Path) -> None:

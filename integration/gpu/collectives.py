@@ -19,6 +19,7 @@ from pathlib import Path
 import click
 
 from dooly_backend.database import Database
+from dooly_backend.database.collectives import measured_collectives
 from dooly_backend.errors import DoolyError
 from dooly_backend.profiling.collectives import (
     OPERATIONS,
@@ -51,19 +52,28 @@ def environment_id(database: Database, name: str | None) -> int:
 
 
 COLUMNS = (
-    "operation, backend, topology, degree, dtype, bytes, n, min_us, median_us, max_us, unstable"
+    "operation",
+    "backend",
+    "topology",
+    "dtype",
+    "bytes",
+    "n",
+    "min_us",
+    "median_us",
+    "max_us",
 )
 
 
 def write(database: Database, path: Path) -> None:
-    """Everything in the view `collective`, small sizes first."""
-    with database.reading() as connection, path.open("w", newline="") as file:
-        rows = connection.execute(
-            f"SELECT {COLUMNS} FROM collective ORDER BY operation, degree, bytes"
-        ).fetchall()
+    """Every collective of the database, small sizes first."""
+    with path.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(COLUMNS.split(", "))
-        writer.writerows([round(v, 2) if isinstance(v, float) else v for v in row] for row in rows)
+        writer.writerow(COLUMNS)
+        for found in measured_collectives(database):
+            m = found.measurement
+            times = (f"{us:.1f}" for us in (m.min_us, m.median_us, m.max_us))
+            place = (found.operation, found.backend, found.topology, found.dtype, found.bytes)
+            writer.writerow((*place, len(m.samples_us), *times))
 
 
 @click.command()
