@@ -101,13 +101,11 @@ def test_a_newer_version_is_left_as_it_is(tmp_path: Path) -> None:
     refused(path, f"schema version {newer}, this dooly knows up to {newer - 1}: upgrade dooly")
 
 
-@pytest.mark.parametrize(
-    ("lost", "says"), [(100, r"truncated \(\d+ of \d+ bytes\)"), (100_000, "damaged")]
-)
-def test_a_truncated_file(tmp_path: Path, lost: int, says: str) -> None:
+@pytest.mark.parametrize("kept", [-100, 8_192])
+def test_a_truncated_file(tmp_path: Path, kept: int) -> None:
     path = filled(tmp_path / "latency.db")
-    path.write_bytes(path.read_bytes()[:-lost])
-    refused(path, f"is {says}: restore it")
+    path.write_bytes(path.read_bytes()[:kept])
+    refused(path, r"is truncated \(\d+ of \d+ bytes\): restore it")
 
 
 def test_a_damaged_page_is_an_error_where_it_is_read(tmp_path: Path) -> None:
