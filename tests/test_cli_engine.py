@@ -30,8 +30,8 @@ SWEEP: dict[str, Any] = {
     "decode": {"batch": [1, 2], "context": [16, 64, 256]},
 }
 
-#: Progress bars without a terminal.
-NOISE = r"SmolLM-135M: |warning: this host is busy: |\s*$"  # the bar, and what others on the host do
+#: Progress bars without a terminal, and what others on the host do.
+NOISE = r"SmolLM-135M: |warning: this host is busy: |\s*$"
 
 pytestmark = pytest.mark.usefixtures("needs_engine")
 
