@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 _HEAD = (
     "configuration", "shows", "layers", "ops", "sizes", "model_config", "num_toks", "num_reqs",
@@ -44,15 +44,18 @@ sets; views and collectives are none. *coarse because*: number of a reason below
 entries have it. `runnable.csv` has the reasons by configuration and entry."""
 
 
-def markdown(rows: list[dict[str, str]], entries: list[dict[str, str]]) -> str:
-    """Both tables, with what they mean; rows that failed say why."""
+def markdown(
+    rows: list[dict[str, str]], entries: list[dict[str, str]], cases: Sequence[str]
+) -> str:
+    """Both tables, with what they mean; rows that failed say why, `cases` without one are named."""
     traced = [row for row in rows if row["dimensions"]]
     lines = ["# Coverage of tainted tracing", "", NOTES, ""]
     lines += [_line(_HEAD), _line(["---"] * len(_HEAD)), *(_line(_cells(row)) for row in traced)]
-    lines += _listed("Not traced:", rows, "trace_error")
+    lines += _listed("Not traced:", rows, "trace_error") + _waiting(cases, rows, "dimensions")
     lines += _listed("Unlabelled:", rows, "unlabelled_names")
     lines += ["", "# Runnable sets", "", COVER_NOTES, "", *_covers(rows, entries)]
     lines += _listed("Not resolved:", rows, "runnable_error")
+    lines += _waiting(cases, rows, "traced_leaves")
     lines += _listed("Not under exactly one entry:", rows, "not_once")
     return "\n".join(lines) + "\n"
 
@@ -60,6 +63,13 @@ def markdown(rows: list[dict[str, str]], entries: list[dict[str, str]]) -> str:
 def _listed(title: str, rows: list[dict[str, str]], column: str) -> list[str]:
     found = [f"- {row['name']} ({row['shows']}): {row[column]}" for row in rows if row[column]]
     return ["", title, "", *found] if found else []
+
+
+def _waiting(cases: Sequence[str], rows: list[dict[str, str]], column: str) -> list[str]:
+    """Those of `cases` that have no row with `column` yet, and no error."""
+    done = {r["name"] for r in rows if r[column] or r["trace_error"] or r["runnable_error"]}
+    waiting = [name for name in cases if name not in done]
+    return ["", f"Not run yet: {', '.join(waiting)}."] if waiting else []
 
 
 def _covers(rows: list[dict[str, str]], entries: list[dict[str, str]]) -> list[str]:
