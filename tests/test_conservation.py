@@ -80,6 +80,22 @@ def test_vidur(name: str, layout: Layout) -> None:
         close(model, lambda batch, rules=rules: 1e3 * rules.step_ms(batch), batches)
 
 
+def test_measured_collectives_are_in_vidurs_all_reduce() -> None:
+    model = measured.models(measured.LLAMA)[1]
+    costs = StepCosts(model)
+    dimensions = dimensions_of(model.configuration, model.occurrences)
+    ranges = choose_ranges(costs, VidurOptions(max_length=256, max_chunk=128, max_batch=8), "pypi")
+    tables = build_vidur_tables([costs], dimensions, ranges, "pypi")
+    collectives = [o for o in model.occurrences if o.signature.name == "dooly::all_reduce"]
+    assert collectives
+    row = next(row for row in tables.all_reduce if row["size"] == 64 * 2 * dimensions.hidden)
+    in_vidur = row["time_stats.all_reduce.median"] * 2 * dimensions.layers
+    measured_us = sum(
+        o.count * model.occurrence(o, Batch.prefill(64)).median_us for o in collectives
+    )
+    assert 1e3 * in_vidur == pytest.approx(measured_us)
+
+
 def vidur_steps(ranges: Ranges, layout: Layout, seed: int) -> list[Batch]:
     """Prefills of whole steps of its grid, decodes of any length, both in eighths.
 
