@@ -37,7 +37,7 @@ from dooly_backend.regression.prediction import SignaturePredictor
 
 _FOLDS = 10
 #: How much better than the baseline a regressor must be, in standard errors of the difference.
-_MARGIN = 0.5
+_MARGIN = 1.0
 _WORTH = 1e-3  # and in its mean relative error
 _SHORTEST_US = 0.01
 
