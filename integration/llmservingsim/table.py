@@ -44,8 +44,6 @@ MODELS = (
 BACKENDS = {"builtin:h200": "FLASH_ATTN"}
 LIMIT_PERCENT = 1.0
 STEPS = 30
-#: Layers that hold something else besides at some degree.
-_CARRIERS = ("embedding", "lm_head")
 
 
 @dataclass(frozen=True)
@@ -81,11 +79,14 @@ class Row:
 def questions(costs: LayerCosts, first: LayerCosts, axes: Axes) -> list[Question]:
     """Look-ups of every layer, at measured places and in the middle between two."""
     architecture = costs.architecture
-    held_elsewhere = {*_CARRIERS, carrier(architecture)} if costs.degree > 1 else set()
+    # Where degrees differ these also hold the difference: it is in the sum of a step.
+    held_elsewhere = {"embedding"}
+    if costs.degree > 1:
+        held_elsewhere.add(carrier(architecture))
     found = []
     for layer in architecture.dense_layers:
         if layer in held_elsewhere:
-            continue  # also holds what differs from tp1: in the sum of a step
+            continue
         read = first if layer in TP_STABLE else costs
         for tokens, measured in places(axes.tokens):
             us = read.dense(layer, tokens).us
