@@ -6,6 +6,7 @@ is asked for; a simulation of a million scheduled requests never makes them all.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, overload
@@ -27,8 +28,9 @@ from dooly_backend.simulation.records import (
 class _Rows(Sequence[Any]):
     """A sequence of records that are made from columns."""
 
+    @abstractmethod
     def _row(self, index: int) -> Any:
-        raise NotImplementedError
+        """The record at `index`, from 0."""
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
