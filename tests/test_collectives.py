@@ -67,9 +67,15 @@ def test_every_collective_is_timed_between_processes(degree: int) -> None:
         for measurement in measurements:
             assert len(measurement.samples_us) == QUICK.repeats
             assert min(measurement.samples_us) > 0
-    reduced = found[Collective("all_reduce", degree, "bfloat16", 576)]
-    # 4.5 MiB instead of a kilobyte: no noise hides that.
-    assert reduced[2].min_us > 3 * reduced[0].min_us
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+def test_a_large_collective_takes_longer(degree: int) -> None:
+    wide = Collective("all_reduce", degree, "bfloat16", 8192)
+    found = measure_collectives({wide: [POINTS[0], POINTS[2]]}, QUICK)
+    small, large = found[wide]
+    # 64 MiB instead of 16 KiB: no noise of processes that share cores hides that.
+    assert large.min_us > 3 * small.min_us
 
 
 def test_a_process_that_fails_is_one_line() -> None:
