@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dooly_backend import console
+from dooly_backend.errors import InputError
 from dooly_backend.serving_options import scheduler_options
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from dooly_backend.database.records import Environment
     from dooly_backend.simulation.source import Source
     from dooly_backend.simulation.validation import Validation
     from dooly_backend.simulation.workload import Workload
@@ -150,7 +152,7 @@ def validate(
         tensor_parallel=tensor_parallel,
         dtype=source.configuration.dtype,
         block_size=source.configuration.block_size,
-        threads=threads,
+        threads=profiled_threads(source.environment, threads),
         # A CPU's operations were timed as they run without compilation; a GPU's kernels
         # are those of its graphs.
         eager=source.environment.device_kind == "cpu" or execution_mode == "eager",
@@ -211,6 +213,20 @@ def loaded(
     if named or workload.arrivals not in ("poisson", "uniform", "bursty"):
         return workload
     return at_load(workload, load, limits, timer, scheduler=scheduler)
+
+
+def profiled_threads(environment: Environment, asked: int | None) -> int | None:
+    """Threads of the live engine: those that the profile was measured with.
+
+    Raises InputError where `asked` is another number: its operations take other times.
+    """
+    known = environment.facts.get("threads") if environment.device_kind == "cpu" else None
+    if known is None or asked is None or asked == known:
+        return known or asked
+    raise InputError(
+        f"the profile was measured with {known} threads, not {asked}: leave --threads out, or "
+        f"profile with --threads {asked} and name that environment"
+    )
 
 
 def profile_arguments(

@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from sample_records import CPU, H200
 
+from dooly_backend.errors import InputError
+from dooly_backend.validate_command import profiled_threads
 from tests.conftest import ROOT, Profiled
 
 
@@ -45,3 +48,10 @@ def test_live_and_simulated_in_one_run(profiled: Profiled, tmp_path: Path) -> No
     figures = json.loads((tmp_path / "out" / "figures.json").read_text())
     assert figures["limits"]["max_num_batched_tokens"] == 64
     assert len(list((tmp_path / "out").glob("*-live-*.json.xz"))) == 2
+
+
+def test_the_live_engine_has_the_threads_of_the_profile() -> None:
+    assert profiled_threads(CPU, None) == profiled_threads(CPU, 2) == 2
+    assert profiled_threads(H200, 3) == 3
+    with pytest.raises(InputError, match="measured with 2 threads, not 1: leave --threads out"):
+        profiled_threads(CPU, 1)
