@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import Sequence
 
 _READY = "ready"
@@ -27,7 +27,6 @@ def in_turn(commands: Sequence[Sequence[str]], budget_s: float) -> list[int]:
 
     What is not done within `budget_s` seconds is killed.
     """
-    end = time.monotonic() + budget_s
     workers = [
         subprocess.Popen(
             [sys.executable, "-m", *command],
@@ -37,16 +36,17 @@ def in_turn(commands: Sequence[Sequence[str]], budget_s: float) -> list[int]:
         )
         for command in commands
     ]
-    waiting = [worker for worker in workers if _is_ready(worker)]
-    for worker in waiting:
-        try:
-            output, _ = worker.communicate("go\n", timeout=max(1.0, end - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            worker.kill()
-            output, _ = worker.communicate()
-        sys.stdout.write(output)
-        sys.stdout.flush()
-    return [worker.wait() for worker in workers]
+    # Also while they start: one that hangs must not take the others' results with it.
+    end = threading.Timer(budget_s, lambda: [worker.kill() for worker in workers])
+    end.start()
+    try:
+        for worker in [worker for worker in workers if _is_ready(worker)]:
+            output, _ = worker.communicate("go\n")
+            sys.stdout.write(output)
+            sys.stdout.flush()
+        return [worker.wait() for worker in workers]
+    finally:
+        end.cancel()
 
 
 def _is_ready(worker: subprocess.Popen[str]) -> bool:
