@@ -25,7 +25,7 @@ class Regime:
     A sample whose call lost its processor to another process is taken again, up
     to `attempts` times, unless that happens all the time. A point is timed
     again, up to `rounds` times, while its median exceeds `spread` times its lower
-    quartile; it is marked unstable if it stays so.
+    quartile or a sample holds launches; it is marked unstable if it stays so.
     """
 
     repeats: int = 7
@@ -85,10 +85,10 @@ def measure(
     """
     filler = _Filler(engine, timer, calls)
     arguments = {key: _Arguments(subject.call) for key, subject in subjects.items()}
-    settled: dict[WorkloadPointKey, list[float]] = {}
+    settled: dict[WorkloadPointKey, list[Sample]] = {}
     pending = list(subjects)
     for round_number in range(regime.rounds):
-        fresh: dict[WorkloadPointKey, list[float]] = {key: [] for key in pending}
+        fresh: dict[WorkloadPointKey, list[Sample]] = {key: [] for key in pending}
         for turn in range(regime.warmups + regime.repeats):
             for key in pending:
                 sample = _sample(
@@ -97,18 +97,23 @@ def measure(
                 if turn >= regime.warmups:
                     fresh[key].append(sample)
         for key, samples in fresh.items():
-            if key not in settled or spread(samples) < spread(settled[key]):
+            if key not in settled or _faults(samples) < _faults(settled[key]):
                 settled[key] = samples
-        pending = [key for key in pending if spread(settled[key]) > regime.spread]
+        pending = [key for key in pending if _faults(settled[key]) > (False, regime.spread)]
         if not pending or round_number == regime.rounds - 1 or not timer.is_calm:
             break
     return {
-        key: Measurement(key[1], tuple(samples), unstable=key in pending)
+        key: Measurement(key[1], tuple(s.us for s in samples), unstable=key in pending)
         for key, samples in settled.items()
     }
 
 
 WorkloadPointKey = tuple[str, WorkloadPoint]
+
+
+def _faults(samples: Sequence[Sample]) -> tuple[bool, float]:
+    """Whether one of them holds launches, which is worst; and how far they are apart."""
+    return any(s.exposed for s in samples), spread([s.us for s in samples])
 
 
 class _Filler:
@@ -162,18 +167,17 @@ def _sample(
     arguments: _Arguments,
     attempts: int,
     filler: _Filler,
-) -> float:
-    """The time of an undisturbed call, or of the quickest one when all were disturbed."""
-    quickest = float("inf")
-    for _ in range(attempts):
+) -> Sample:
+    """An undisturbed call, or the quickest one when all were disturbed."""
+    samples: list[Sample] = []
+    while len(samples) < attempts:
         with engine.routed(subject.experts):
-            sample = _call_as_in_a_step(engine, timer, subject, arguments, filler)
-        if not sample.disturbed:
-            return sample.us
+            samples.append(_call_as_in_a_step(engine, timer, subject, arguments, filler))
+        if not samples[-1].disturbed:
+            return samples[-1]
         if not timer.is_calm:
-            return min(quickest, sample.us)
-        quickest = min(quickest, sample.us)
-    return quickest
+            break
+    return min(samples, key=lambda sample: sample.us)
 
 
 def _call_as_in_a_step(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import resource
-import statistics
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -30,10 +29,15 @@ _RECENT = 48
 
 @dataclass(frozen=True)
 class Sample:
-    """One timed call. `disturbed`: the call lost its processor to somebody else meanwhile."""
+    """One timed call.
+
+    `disturbed`: the call lost its processor to somebody else meanwhile, or its device
+    waited for the host; the latter is `exposed`: the time holds launches, and is too long.
+    """
 
     us: float
     disturbed: bool = False
+    exposed: bool = False
 
 
 class Timer(ABC):
@@ -108,67 +112,6 @@ class CpuTimer(Timer):
         return len(self._recent) < _RECENT or sum(self._recent) < _RECENT // 2
 
 
-class CudaTimer(Timer):
-    """Time between two events around the call, launched behind work that hides the host.
-
-    Kernels of a call are launched while the device still sleeps, so that the
-    events see them back to back, as in a step that the device bounds. A call
-    that took longer to launch than the device slept is disturbed, and gets
-    more time from then on. What the events see when nothing runs between
-    them is taken off every sample.
-    """
-
-    _FLUSH_BYTES = 192 << 20
-    _LEAD_US = 1_000.0  # most calls are launched within this time
-    _CYCLES_PER_US = 2_000  # at the highest clock; a lower one sleeps longer
-    _LONGEST_LEAD_US = 50_000.0
-    _WARM_UP_S = 0.3  # until the clock has risen from idle
-
-    def __init__(self) -> None:
-        self._buffer = torch.ones(self._FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
-        self._start = torch.cuda.Event(enable_timing=True)
-        self._end = torch.cuda.Event(enable_timing=True)
-        self._leads: dict[int, float] = {}
-        self.empty_us = 0.0
-        self._warm_up()
-        self.empty_us = statistics.median(self.time(_nothing).us for _ in range(101))
-
-    def _warm_up(self) -> None:
-        end = time.monotonic() + self._WARM_UP_S
-        while time.monotonic() < end:
-            self.flush()
-            torch.cuda.synchronize()
-
-    def flush(self) -> None:
-        self._buffer.sum()
-
-    def time(self, call: Call, ahead_us: float = 0.0) -> Sample:
-        key = id(getattr(call, "target", call))
-        lead_us = self._leads.get(key, self._LEAD_US)
-        began = time.perf_counter_ns()
-        if ahead_us < 2 * lead_us:
-            torch.cuda._sleep(int(lead_us * self._CYCLES_PER_US))
-        self._start.record()
-        call()
-        self._end.record()
-        launch_us = (time.perf_counter_ns() - began) / 1000
-        self._end.synchronize()
-        us = max(self._start.elapsed_time(self._end) * 1000 - self.empty_us, 0.0)
-        if launch_us <= max(lead_us, ahead_us):
-            return Sample(us)
-        self._leads[key] = min(2 * launch_us, self._LONGEST_LEAD_US)
-        return Sample(us, disturbed=True)
-
-    def repeats_until_hot(self, call: Call) -> int:
-        call()
-        took = max(min(self.time(call).us for _ in range(3)), 1.0)
-        return max(1, round(self.BUSY_US / took))
-
-
-def _nothing() -> None:
-    return None
-
-
 def wall_time(call: Call) -> Sample:
     """Wall time of `call`; disturbed when a thread of this process was preempted meanwhile."""
     before = _preemptions()
@@ -190,6 +133,8 @@ def undisturbed(samples: Sequence[Sample], fewest: int = 3) -> tuple[float, ...]
 
 def timer_for(engine: Engine) -> Timer:
     """The timer of the engine's device."""
+    from dooly_backend.profiling.cuda_timer import CudaTimer
+
     return CudaTimer() if engine.environment.device_kind == "cuda" else CpuTimer()
 
 
