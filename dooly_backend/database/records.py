@@ -187,6 +187,21 @@ class StepMeasurement:
 
 
 @dataclass(frozen=True)
+class ClockStep:
+    """One of many steps in a row, as the device ran it: how its clock gives way under load.
+
+    `pattern` names the row, in which the step is number `place`; `begin_us` counts
+    from the row's first step.
+    """
+
+    pattern: str
+    place: int
+    tokens: int  # new tokens of the step
+    begin_us: float
+    device_us: float
+
+
+@dataclass(frozen=True)
 class RunConditions:
     """One run that measured: when, UTC, ISO 8601, and how device and host were meanwhile.
 

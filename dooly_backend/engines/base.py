@@ -57,11 +57,15 @@ class PipelinedStep:
 
     `interval_us` from the moment when the tokens of the step before were out to
     the moment when this one's were; `launch_us` is what the host needed to
-    prepare and launch it.
+    prepare and launch it. `begin_us` and `device_us` are the device's own: when it
+    began, since the first of these steps, and how long it was at it. None without
+    an accelerator.
     """
 
     interval_us: float
     launch_us: float
+    begin_us: float | None = None
+    device_us: float | None = None
 
 
 #: How tokens are routed: exactly so many experts fire, or experts drawn at random.
@@ -186,12 +190,25 @@ class Engine(ABC):
         more step is run ahead, to warm up.
         """
 
-    @abstractmethod
     def pipelined_steps(self, batch: Batch, repeats: int) -> list[PipelinedStep]:
         """Run `repeats` steps like `batch` as asynchronous scheduling does.
 
         Each is launched before the tokens of the one before it are waited for. Two
         more run ahead, to warm up and to fill the pipeline.
+        """
+        decodes = Batch(batch.decodes) if batch.decodes else None
+        prefills = Batch(batch.prefills) if batch.prefills else None
+        return self.pipelined_sequence(decodes, [prefills] * repeats)
+
+    @abstractmethod
+    def pipelined_sequence(
+        self, decodes: Batch | None, prefills: Sequence[Batch | None]
+    ) -> list[PipelinedStep]:
+        """As `pipelined_steps`, with other prefills in every step.
+
+        `decodes` continue from step to step; `prefills` are new requests of each
+        step, one entry a step. Two more steps, like the first, run ahead. Raises
+        EngineError where a step does not fit.
         """
 
     @abstractmethod

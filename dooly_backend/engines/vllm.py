@@ -8,7 +8,7 @@ SchedulerOutput, and the forward context.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import pairwise
@@ -16,6 +16,7 @@ from typing import Any
 
 from dooly_backend.config import RunOptions
 from dooly_backend.engines.base import CapturedCall, PipelinedStep, copied, hooks
+from dooly_backend.engines.device_marks import marker
 from dooly_backend.engines.paths import ModuleStack
 from dooly_backend.engines.vllm_instance import VllmInstance
 from dooly_backend.engines.vllm_start import start
@@ -110,24 +111,34 @@ class VllmEngine(VllmInstance):
                 self._steps.release(self._steps.held())
                 self._runner.execute_model(self._steps.farewell())
 
-    def pipelined_steps(self, batch: Batch, repeats: int) -> list[PipelinedStep]:
-        decodes = Batch(batch.decodes) if batch.decodes else None
-        prefills = Batch(batch.prefills) if batch.prefills else None
-        ahead = 2
-        last = tuple(Request(1, r.context + repeats + ahead + 1) for r in batch.decodes)
-        self._check_fits(Batch(batch.prefills + last))
+    def pipelined_sequence(
+        self, decodes: Batch | None, prefills: Sequence[Batch | None]
+    ) -> list[PipelinedStep]:
+        several = [prefills[0], prefills[0], *prefills]
+        grown = (
+            Batch(tuple(Request(1, r.context + len(several)) for r in decodes.requests))
+            if decodes
+            else None
+        )
+        for fresh in set(several):
+            parts = [part for part in (grown, fresh) if part]
+            if not parts:
+                raise EngineError("a step of nothing: give it decodes or prefills")
+            self._check_fits(sum(parts[1:], parts[0]))
+        marks = marker()
         launched: list[tuple[float, Any]] = []  # what the launch took, and the promise
         done: list[tuple[float, int]] = []  # what the launch took, and when the tokens were out
         try:
             if decodes:
-                self._execute(self._steps.admit(decodes, room=repeats + ahead + 2))
+                self._execute(self._steps.admit(decodes, room=len(several) + 2))
             running = self._steps.held()
-            for _ in range(repeats + ahead):
-                output = self._steps.advance(running, prefills)
+            for fresh in several:
+                output = self._steps.advance(running, fresh)
                 # Requests finish in the order in which they came: the prefills are the last.
                 self._steps.release(self._steps.held()[len(running) :])
                 start = time.perf_counter_ns()
-                promise = self._launch(output)
+                with marks.step():
+                    promise = self._launch(output)
                 launched.append(((time.perf_counter_ns() - start) / 1000, promise))
                 if len(launched) > 1:
                     done.append(_received(*launched.pop(0)))
@@ -137,8 +148,10 @@ class VllmEngine(VllmInstance):
             self._runner.execute_model(self._steps.farewell())
             self.synchronize()
         return [
-            PipelinedStep((out - before) / 1000, launch)
-            for (_, before), (launch, out) in pairwise(done[ahead - 1 :])
+            PipelinedStep((out - before) / 1000, launch, *mark)
+            for ((_, before), (launch, out)), mark in zip(
+                pairwise(done[1:]), marks.since(2), strict=True
+            )
         ]
 
     def synchronize(self) -> None:
