@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -18,6 +19,7 @@ from dooly_backend.descriptions import (
     validated,
 )
 from dooly_backend.errors import InputError
+from dooly_backend.spreads import SHAPES, Shape, uneven_decodes
 from dooly_backend.workload import Batch, WorkloadPoint
 
 _POWERS_OF_TWO = tuple(2**n for n in range(10))
@@ -35,6 +37,40 @@ class DecodeGrid(Description):
 
     batch: Axis
     context: Axis
+
+
+class UnevenGrid(Description):
+    """Decode batches of every size, mean context and shape (`spreads`)."""
+
+    batch: Axis
+    context: Axis
+    shapes: Annotated[tuple[Shape, ...], Field(min_length=1)] = SHAPES
+
+    def batches(self) -> Iterator[Batch]:
+        for context in self.context:
+            for shape in self.shapes:
+                for count in self.batch:
+                    yield uneven_decodes(count, context, shape)
+
+
+class MixedGrid(Description):
+    """One prefill beside decodes: every chunk after every history, beside every number.
+
+    The decodes are of log-normal lengths, as in a step that is served.
+    """
+
+    chunk: Axis
+    history: AxisFromZero = (0,)
+    batch: Axis
+    context: Axis
+
+    def batches(self) -> Iterator[Batch]:
+        for context in self.context:
+            for count in self.batch:
+                decodes = uneven_decodes(count, context, "lognormal")
+                for history in self.history:
+                    for chunk in self.chunk:
+                        yield Batch.prefill(chunk, history) + decodes
 
 
 class RoutingGrid(Description):
@@ -67,6 +103,8 @@ class Sweep(Description):
     requests: Axis
     prefill: PrefillGrid
     decode: DecodeGrid
+    uneven: UnevenGrid | None = None
+    mixed: MixedGrid | None = None
     routing: RoutingGrid | None = None  # None: the sweep's tokens, experts in powers of two
 
     def token_points(self) -> list[WorkloadPoint]:
@@ -88,7 +126,7 @@ class Sweep(Description):
         return routing_points(tokens, counts, experts, top_k)
 
     def batch_points(self, max_model_len: int) -> list[WorkloadPoint]:
-        """Points of attention: the prefills and decodes that the model has room for."""
+        """Points of attention: the batches that the model has room for."""
         prefills = (
             Batch.prefill(chunk, history)
             for history in self.prefill.history
@@ -99,7 +137,9 @@ class Sweep(Description):
             for context in self.decode.context
             for count in self.decode.batch
         )
-        fitting = [b for b in (*prefills, *decodes) if b.longest <= max_model_len]
+        others = [grid.batches() for grid in (self.uneven, self.mixed) if grid is not None]
+        batches = chain(prefills, decodes, *others)
+        fitting = [b for b in batches if b.longest <= max_model_len]
         # A chunk of one token after a history is a decode: keep one of the two.
         unique = {batch.key: batch for batch in fitting}
         return [WorkloadPoint.of("batch", batch) for batch in unique.values()]
