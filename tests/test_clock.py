@@ -1,87 +1,114 @@
-"""The clock of a device under load: its response is found again in steps that follow it."""
+"""The virtual clock: vLLM's two step functions, told by hand."""
 
 from __future__ import annotations
 
-import math
-import random
+from types import SimpleNamespace
 
 import pytest
 
-from dooly_backend.database.records import ClockStep
-from dooly_backend.errors import InputError
-from dooly_backend.regression.clock import (
-    HEAVY_TOKENS,
-    ClockResponse,
-    cooled,
-    fit_clock,
-    heated,
-    mean_heat,
-)
-from dooly_backend.simulation.device_clock import DeviceClock
+from dooly_backend.engines.vllm_scheduler import VirtualClock
+from dooly_backend.regression.clock import ClockResponse
+from dooly_backend.simulation.records import Run, ServingLimits, ServingRequest, StepTime
+from dooly_backend.simulation.scheduler import simulate
+from dooly_backend.workload import Batch
+from integration.schedules.cases import MadeUpTimer
 
-TRUTH = ClockResponse(cool=0.82, slope=0.25, tau_s=0.15)
-
-
-def steps_of(truth: ClockResponse, patterns: dict[str, list[bool]], noise: float = 0.0):
-    """Heavy steps of 50 ms in a stream and light ones of 5 ms, integrated in slices of 0.1 ms."""
-    draw = random.Random(1)
-    for name, pattern in patterns.items():
-        now = heat = 0.0
-        for place, is_heavy in enumerate(pattern):
-            begin, work = now, 0.0
-            if is_heavy:
-                while work < 0.050:
-                    work += 1e-4 / truth.share(heat)
-                    heat += (1 - heat) * 1e-4 / truth.tau_s
-                    now += 1e-4
-            else:
-                now += 0.005
-                heat *= math.exp(-0.005 / truth.tau_s)
-            took = (now - begin) * (1 + noise * draw.gauss(0, 1))
-            tokens = 2048 + 8 if is_heavy else 8
-            yield ClockStep(name, place, tokens, begin * 1e6, took * 1e6)
-
-
-PATTERNS = {
-    "stream": [False] * 100 + [True] * 24 + [False] * 25 + [True],
-    **{f"pause {n}": [False] * 100 + ([True] + [False] * n) * 12 for n in (1, 4, 16)},
+TIMERS = {
+    "device": MadeUpTimer(64.0, 32.0),
+    "host": MadeUpTimer(4000.0, 32.0),
+    "launch": MadeUpTimer(64.0, 32.0, 4000.0),
+    "warm": MadeUpTimer(64.0, 32.0, clock=ClockResponse(0.7, 0.4, 0.01)),
 }
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.01])
-def test_the_response_is_found_again(noise: float) -> None:
-    found = fit_clock(list(steps_of(TRUTH, PATTERNS, noise)))
-    assert found.steps == 24 + 1 + 3 * 12
-    assert found.mean_error < 0.005 + noise
-    for heat in (0.0, 0.3, 0.6, 1.0):
-        assert found.response.share(heat) == pytest.approx(TRUTH.share(heat), abs=0.012 + noise)
-    assert found.response.tau_s == pytest.approx(TRUTH.tau_s, rel=0.25)
+def burst(waits: bool, timer: MadeUpTimer) -> Run:
+    """Eight requests at once, all as long: no step is empty before the last."""
+    limits = ServingLimits(8, 64, 256, 200, 16, async_scheduling=waits)
+    requests = [ServingRequest(i, 0.0, 30, 40) for i in range(8)]
+    return simulate(requests, limits, timer)
 
 
-def test_a_simulated_clock_follows_the_same_steps() -> None:
-    clock = DeviceClock(TRUTH)
-    for step in steps_of(TRUTH, {"all": [False] * 50 + ([True] * 3 + [False] * 9) * 8}):
-        if step.tokens >= HEAVY_TOKENS:
-            took = clock.heavy(step.begin_us / 1e6, 0.050)
-            assert took * 1e6 == pytest.approx(step.device_us, rel=0.01)
+@pytest.mark.parametrize("name", TIMERS)
+@pytest.mark.parametrize("waits", [True, False])
+def test_the_fast_clock_is_that_of_the_engines_loop(name: str, waits: bool) -> None:
+    run = burst(waits, TIMERS[name])
+    clock = VirtualClock(TIMERS[name], TIMERS[name].clock)
+    outputs = [output(step.scheduled) for step in run.steps]
+    found = []
+    for index in range(len(outputs) + waits):
+        if index < len(outputs):
+            start = clock.now()
+            clock.scheduled(outputs[index])
+            found.append([start, clock.now()])
+        taken = index - waits  # asynchronous: the result of the step before
+        if taken >= 0:
+            clock.awaited(outputs[taken])
+            found[taken].append(clock.now())
+            clock.noted(outputs[taken])
+            found[taken].append(clock.now())
+    assert found == [[s.start_s, s.launched_s, s.ready_s, s.end_s] for s in run.steps]
 
 
-def test_a_steady_clock_takes_what_a_stream_takes() -> None:
-    clock = DeviceClock(None)
-    assert [clock.heavy(t, 0.05) for t in (0.0, 0.05, 3.0)] == [0.05] * 3
+def output(scheduled: object) -> SimpleNamespace:
+    """The parts of vLLM's SchedulerOutput that the clock reads."""
+    parts = list(scheduled)  # type: ignore[call-overload]
+    return SimpleNamespace(
+        scheduled_new_reqs=[],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=[str(p.id) for p in parts], num_computed_tokens=[p.context for p in parts]
+        ),
+        num_scheduled_tokens={str(p.id): p.query for p in parts},
+    )
 
 
-def test_heat_stays_between_nothing_and_one() -> None:
-    assert cooled(1.0, 1e9, 0.1) == 0.0
-    assert heated(0.0, 1e9, 0.1) == 1.0
-    assert mean_heat(0.4, 0.0, 0.1) == 0.4
-    assert mean_heat(0.0, 1e-6, 0.1) == pytest.approx(5e-6, rel=1e-3)
-    assert 0.99 < mean_heat(0.0, 100.0, 0.1) < 1.0
+class Fixed:
+    """Every step takes the same."""
+
+    def __init__(self, time: StepTime) -> None:
+        self._time = time
+
+    def time(self, batch: Batch) -> StepTime:
+        return self._time
 
 
-def test_too_few_steps_say_what_is_needed() -> None:
-    with pytest.raises(InputError, match="20 steps of at least 512 tokens"):
-        fit_clock(list(steps_of(TRUTH, {"short": [False, True, True]})))
-    broken = {f"pause {n}": [True, False] * 12 for n in (1, 2)}
-    with pytest.raises(InputError, match="unbroken stream"):
-        fit_clock(list(steps_of(TRUTH, broken)))
+def ends_ms(waits: bool, time: StepTime) -> list[float]:
+    limits = ServingLimits(1, 64, 256, 200, 16, async_scheduling=waits)
+    run = simulate([ServingRequest(0, 0.0, 8, 4)], limits, Fixed(time))
+    return [round(1e3 * step.end_s, 6) for step in run.steps]
+
+
+def test_synchronous_steps_add_up() -> None:
+    assert ends_ms(False, StepTime(5000.0, 2000.0, 1000.0)) == [8.0, 16.0, 24.0, 32.0]
+
+
+def test_asynchronous_steps_hide_the_host_behind_the_device() -> None:
+    # Host 2, device 5, output 1: a result each 5 ms, once the first is out.
+    assert ends_ms(True, StepTime(5000.0, 2000.0, 1000.0)) == [8.0, 13.0, 18.0, 23.0]
+
+
+def test_asynchronous_steps_show_a_host_slower_than_the_device() -> None:
+    # Host 5, device 2, output 1: a result each 6 ms; the last waits for the device alone.
+    assert ends_ms(True, StepTime(2000.0, 5000.0, 1000.0)) == [11.0, 17.0, 23.0, 25.0]
+
+
+def test_the_device_is_not_done_before_the_host_has_launched() -> None:
+    assert ends_ms(False, StepTime(2000.0, 1000.0, launch_us=3000.0)) == [4.0, 8.0, 12.0, 16.0]
+    assert ends_ms(False, StepTime(5000.0, 1000.0, launch_us=3000.0)) == [6.0, 12.0, 18.0, 24.0]
+
+
+def test_a_warm_device_needs_longer_and_recovers() -> None:
+    """Prefills of 12 tokens in a row, then one after a rest; the times are kept as they were."""
+    response = ClockResponse(cool=0.75, slope=0.5, tau_s=0.002)
+    timer = MadeUpTimer(0.0, 0.0, clock=response)
+    limits = ServingLimits(1, 12, 256, 200, 16, async_scheduling=False)
+    requests = [ServingRequest(0, 0.0, 120, 1), ServingRequest(1, 1.0, 12, 1)]
+    run = simulate(requests, limits, timer)
+    stream = [timer.time(Batch.prefill(12, 12 * i)).device_us for i in range(10)]
+    shares = [step.time.device_us / us for step, us in zip(run.steps[:10], stream, strict=True)]
+    assert shares == sorted(shares)
+    assert 0.75 < shares[0] < 0.85
+    assert shares[-1] == 1.0
+    rested = run.steps[10].time.device_us / timer.time(Batch.prefill(12)).device_us
+    assert rested == pytest.approx(shares[0], rel=1e-9)
+    ended = [step.end_s - step.start_s for step in run.steps]
+    assert ended == pytest.approx([step.time.device_us / 1e6 for step in run.steps])

@@ -9,7 +9,8 @@ thing at a time; the device runs steps in the order in which they are launched.
   at `start`, the first kernel goes out at `start + host`, and at
   `launched = start + host + launch` the whole step is with the device.
 - The device begins when it is free, and is not done before all is launched:
-  `ready = max(max(start + host, ready before) + device, launched)`.
+  `ready = max(max(start + host, ready before) + device, launched)`. What a heavy
+  step takes of the device depends on those before it (`device_clock.py`).
 - `step` then waits for `future.result()` and calls `update_from_output`:
   `end = ready + output`, and the next step is scheduled at `end`.
 - `step_with_batch_queue` (asynchronous scheduling, two batches under way) returns
@@ -33,6 +34,8 @@ from dooly_backend.engines.vllm_boot import import_vllm, one_line
 from dooly_backend.engines.vllm_drive import Journal, drive, scheduled_requests, vllm_request
 from dooly_backend.engines.vllm_serving import engine_config, limits_of
 from dooly_backend.errors import DoolyError, EngineError, InputError
+from dooly_backend.regression.clock import ClockResponse
+from dooly_backend.simulation.device_clock import DeviceClock
 from dooly_backend.simulation.records import Run, ServingLimits, StepTime, StepTimer
 from dooly_backend.workload import Batch, Request
 
@@ -42,8 +45,9 @@ _VOCAB_SIZE = 32000
 class VirtualClock:
     """Time that passes by the rule above; `timer` says what a step takes."""
 
-    def __init__(self, timer: StepTimer) -> None:
+    def __init__(self, timer: StepTimer, clock: ClockResponse | None = None) -> None:
         self._timer = timer
+        self._clock = DeviceClock(clock)
         self._now = 0.0
         self._device_free = 0.0
         self._under_way: dict[int, tuple[float, float]] = {}  # ready, and what the output takes
@@ -60,7 +64,11 @@ class VirtualClock:
         self._now += time.host_us / 1e6
         begin = max(self._device_free, self._now)
         self._now += time.launch_us / 1e6
-        self._device_free = max(begin + time.device_us / 1e6, self._now)
+        took = time.device_us / 1e6
+        if time.heavy:
+            took = self._clock.heavy(begin, took)
+            time = replace(time, device_us=took * 1e6)
+        self._device_free = max(begin + took, self._now)
         self._under_way[id(output)] = self._device_free, time.output_us / 1e6
         return time
 
@@ -97,8 +105,11 @@ class EngineScheduler:
             self.close()
             raise InputError(f"vLLM makes {self.limits} of {limits}: choose limits that it takes")
 
-    def run(self, arrivals: Arrivals, timer: StepTimer) -> Run:
-        """Schedule the requests as they come, until all have ended. Raises InputError."""
+    def run(self, arrivals: Arrivals, timer: StepTimer, clock: ClockResponse | None = None) -> Run:
+        """Schedule the requests as they come, until all have ended; `clock` is the device's.
+
+        Raises InputError.
+        """
         requests = arrivals.everything()
         refuse_too_long(requests, self.limits)
         if not self._core.reset_prefix_cache():
@@ -107,7 +118,7 @@ class EngineScheduler:
             request.id: vllm_request(self._core, request, prompt(request, _VOCAB_SIZE))
             for request in requests
         }
-        journal = Journal(VirtualClock(timer))
+        journal = Journal(VirtualClock(timer, clock))
         drive(self._core, arrivals, prepared, journal)
         steps, records = journal.records()
         about = {"engine": f"vllm {self.limits.version} scheduler"}

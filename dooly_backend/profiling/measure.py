@@ -15,6 +15,7 @@ from dooly_backend.database.records import Measurement
 from dooly_backend.engines import CapturedCall, Engine
 from dooly_backend.engines.base import copied, once
 from dooly_backend.profiling.timer import Sample, Timer, undisturbed, wall_time
+from dooly_backend.regression.clock import HEAVY_TOKENS
 from dooly_backend.workload import Batch, WorkloadPoint
 
 
@@ -139,11 +140,6 @@ class _Filler:
         return self.us
 
 
-#: New tokens of a step that draws much power. Decodes of 256 requests are bound by memory
-#: yet: with them kept hot they came out 23% too long (docs/gpu.md).
-_MANY_TOKENS = 512
-
-
 def _products(call: CapturedCall) -> int:
     """Multiplications of a matrix product with weights; 0 for few tokens, and for all else."""
     tensors = [t for t in tree_leaves((call.args, dict(call.kwargs))) if _is_tensor(t)]
@@ -151,7 +147,7 @@ def _products(call: CapturedCall) -> int:
     if isinstance(call.target, torch.nn.Module):
         weights += [p for p in call.target.parameters() if p.dim() >= 2]
     rows = [t.shape[0] for t in tensors if t.dim() == 2 and not isinstance(t, torch.nn.Parameter)]
-    if not weights or not rows or rows[0] < _MANY_TOKENS:
+    if not weights or not rows or rows[0] < HEAVY_TOKENS:
         return 0
     return int(rows[0]) * sum(weight.numel() for weight in weights)
 

@@ -22,7 +22,8 @@ from scipy.optimize import least_squares
 from dooly_backend.database.records import ClockStep
 from dooly_backend.errors import InputError
 
-#: New tokens from which a step's matrix products draw much power (docs/gpu.md).
+#: New tokens from which a step's matrix products draw much power. Decodes of 256 requests
+#: are bound by memory yet: with them kept hot they came out 23% too long (docs/gpu.md).
 HEAVY_TOKENS = 512
 _ROUNDS = 3  # the share changes by a percent or two while a step runs: this converges
 _FEWEST = 20  # heavy steps

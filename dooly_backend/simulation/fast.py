@@ -13,6 +13,7 @@ from collections import deque
 
 import numpy as np
 
+from dooly_backend.regression.clock import ClockResponse
 from dooly_backend.simulation.arrivals import Feed, came
 from dooly_backend.simulation.columns import Requests
 from dooly_backend.simulation.log import BOTH, LAUNCHES, TAKES, Log, ranges
@@ -23,25 +24,27 @@ from dooly_backend.simulation.tasks import Step, Task
 _STRIDE = 1 << 20  # steps at once: the requests end it earlier
 
 
-def run_fast(feed: Feed, limits: ServingLimits, timer: ManyStepTimer) -> Run:
-    """Serve what `feed` hands out, until all has ended."""
+def run_fast(
+    feed: Feed, limits: ServingLimits, timer: ManyStepTimer, clock: ClockResponse | None = None
+) -> Run:
+    """Serve what `feed` hands out, until all has ended; `clock` is the device's."""
     # The collector would walk all requests again and again, and find nothing: no cycle is made.
     collects = gc.isenabled()
     gc.disable()
     try:
-        return _Simulation(feed, limits, timer).run()
+        return _Simulation(feed, limits, Log(timer, clock)).run()
     finally:
         if collects:
             gc.enable()
 
 
 class _Simulation:
-    def __init__(self, feed: Feed, limits: ServingLimits, timer: ManyStepTimer) -> None:
+    def __init__(self, feed: Feed, limits: ServingLimits, log: Log) -> None:
         self._feed = feed
         self._limits = limits
         self._scheduler = Scheduler(limits)
         self._queue: deque[Step] = deque()  # asynchronous: those under way, the newest first
-        self._log = Log(timer)
+        self._log = log
         self._tasks: list[Task] = []
         self._came: list[float] = []  # when, where the clock decides that
         self._calls = 0

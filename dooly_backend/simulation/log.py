@@ -8,11 +8,17 @@ same order there and here, so that both give the same floating-point numbers.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 
+from dooly_backend.regression.clock import ClockResponse
 from dooly_backend.simulation.columns import Steps
+from dooly_backend.simulation.device_clock import DeviceClock
 from dooly_backend.simulation.records import Batches, Integers, ManyStepTimer, Numbers, StepTimes
+
+Flags = npt.NDArray[np.bool_]
 
 LAUNCHES, TAKES = 1, 2  # what a turn of the engine's loop does to a step: both, one or none
 BOTH = LAUNCHES | TAKES
@@ -25,8 +31,9 @@ _MOST_STEPS = 4096
 class Log:
     """Stretches of steps that differ by one token of context each, and when they ran."""
 
-    def __init__(self, timer: ManyStepTimer) -> None:
+    def __init__(self, timer: ManyStepTimer, clock: ClockResponse | None = None) -> None:
         self._timer = timer
+        self._clock = DeviceClock(clock)
         self.now = 0.0
         self.turn_s = [0.0]  # the clock after so many turns
         self._device_free = 0.0
@@ -34,6 +41,7 @@ class Log:
         self._launched: list[float] = []
         self._due: list[float] = []  # when the device is done with a step
         self._outputs: list[float] = []  # what the host needs after it
+        self._took: dict[int, float] = {}  # heavy steps: what the device really needed
         self._ready: list[float] = []
         self._end: list[float] = []
         # Stretches: how many steps, of how many requests, and what their first steps compute.
@@ -120,6 +128,7 @@ class Log:
         host = (times.host_us / 1e6).tolist()
         device = (times.device_us / 1e6).tolist()
         launch = (launches(times) / 1e6).tolist()
+        heavy = _heavy(times).tolist()
         # Of steps launched before, too: their results may be taken now.
         self._outputs += (times.output_us / 1e6).tolist()
         now, free = self.now, self._device_free
@@ -132,7 +141,10 @@ class Log:
                     begin = max(free, now)
                     now += launch[launched]
                     self._launched.append(now)
-                    free = max(begin + device[launched], now)
+                    took = device[launched]
+                    if heavy[launched]:
+                        took = self._took[len(self._due)] = self._clock.heavy(begin, took)
+                    free = max(begin + took, now)
                     self._due.append(free)
                     launched += 1
                 if what & TAKES:
@@ -165,9 +177,17 @@ class Log:
             ids,
             batches.query,
             batches.context,
-            _joined(self._times) if self._times else None,
+            self._as_it_was(_joined(self._times)) if self._times else None,
             preempted,
         )
+
+    def _as_it_was(self, times: StepTimes) -> StepTimes:
+        """With the time that the device really needed for heavy steps."""
+        if not self._took:
+            return times
+        device = times.device_us.copy()
+        device[list(self._took)] = [seconds * 1e6 for seconds in self._took.values()]
+        return replace(times, device_us=device)
 
     def _expand(self, begin: int, end: int, entry: int) -> tuple[Integers, Batches]:
         """Ids and batches of the steps of the stretches from `begin` up to `end`.
@@ -204,6 +224,7 @@ def _first(times: StepTimes, count: int) -> StepTimes:
         times.output_us[:count],
         times.extrapolated[:count],
         None if times.launch_us is None else times.launch_us[:count],
+        None if times.heavy is None else times.heavy[:count],
     )
 
 
@@ -216,12 +237,17 @@ def _joined(times: list[StepTimes]) -> StepTimes:
         np.concatenate([t.output_us for t in times]),
         np.concatenate([t.extrapolated for t in times]),
         np.concatenate([launches(t) for t in times]),
+        np.concatenate([_heavy(t) for t in times]),
     )
 
 
 def launches(times: StepTimes) -> Numbers:
     """`launch_us`, as an array in any case."""
     return np.zeros(len(times.device_us)) if times.launch_us is None else times.launch_us
+
+
+def _heavy(times: StepTimes) -> Flags:
+    return np.zeros(len(times.device_us), np.bool_) if times.heavy is None else times.heavy
 
 
 _NO_TIMES = StepTimes(np.zeros(0), np.zeros(0), np.zeros(0), np.zeros(0, np.bool_))

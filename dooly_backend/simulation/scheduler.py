@@ -39,16 +39,17 @@ def simulate(
     own, which it is tested against. Arrivals are as in `arrivals.Feed`. Raises
     InputError for requests or limits that do not fit, EngineError without an engine.
     """
+    clock = getattr(timer, "clock", None)
     feed = Feed(requests, by_step=by_step, concurrency=concurrency)
     refuse_limits(limits)
     if scheduler == "engine":
         from dooly_backend.engines.vllm_scheduler import EngineScheduler
 
         with EngineScheduler(limits) as engine:
-            return engine.run(feed, timer)
+            return engine.run(feed, timer, clock)
     refuse_too_long(requests, limits)
     many: Any = timer if hasattr(timer, "times") else OneByOne(timer)
-    return run_fast(feed, limits, many)
+    return run_fast(feed, limits, many, clock)
 
 
 class OneByOne:
@@ -71,4 +72,5 @@ class OneByOne:
             np.array([time.output_us for time in times]),
             np.array([time.extrapolated for time in times], np.bool_),
             np.array([time.launch_us for time in times]),
+            np.array([time.heavy for time in times], np.bool_),
         )

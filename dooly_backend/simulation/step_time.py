@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dooly_backend.database.records import Configuration, Occurrence, StepCost
+from dooly_backend.regression.clock import HEAVY_TOKENS, ClockResponse
 from dooly_backend.regression.prediction import SignaturePredictor
 from dooly_backend.simulation.execution import Execution
 from dooly_backend.simulation.own_cost import NoCost, OwnCost, Shapes, own_cost
@@ -106,8 +107,11 @@ class StepModel:
     """Times of one configuration's steps: a `ManyStepTimer`.
 
     The order of a batch's requests does not matter. `execution` says how the
-    engine pads steps; `cost` what they take beyond their operations.
+    engine pads steps; `cost` what they take beyond their operations; `clock` how
+    the device's clock gives way under heavy ones, None where it is steady.
     """
+
+    clock: ClockResponse | None = None
 
     def __init__(
         self,
@@ -147,6 +151,12 @@ class StepModel:
         twin._one = lru_cache(_MEMO)(twin._time)
         return twin
 
+    def with_clock(self, clock: ClockResponse | None) -> StepModel:
+        """The same on a device whose clock gives way like this."""
+        twin = self.with_cost(self.cost)
+        twin.clock = clock
+        return twin
+
     # -- times -----------------------------------------------------------------------------
 
     def time(self, batch: Batch) -> StepTime:
@@ -159,7 +169,8 @@ class StepModel:
         us, extrapolated = self._operations(batches, shapes)
         own = self.cost.of(shapes)
         device = np.maximum(us.sum(axis=0) + own.serial_us, 0.0)
-        return StepTimes(device, own.host_us, own.output_us, extrapolated, own.launch_us)
+        heavy = shapes.tokens >= HEAVY_TOKENS
+        return StepTimes(device, own.host_us, own.output_us, extrapolated, own.launch_us, heavy)
 
     def parts_us(self, batches: Batches) -> Mapping[str, Numbers]:
         """Where the steps' time goes: per group one entry per step; `host` is the steps' own."""
@@ -178,6 +189,7 @@ class StepModel:
             float(times.output_us[0]),
             bool(times.extrapolated[0]),
             0.0 if times.launch_us is None else float(times.launch_us[0]),
+            False if times.heavy is None else bool(times.heavy[0]),
         )
 
     def shapes(self, batches: Batches) -> Shapes:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from dooly_backend.regression.clock import ClockResponse
 from dooly_backend.simulation.records import (
     Batches,
     Run,
@@ -18,11 +19,20 @@ from dooly_backend.simulation.records import (
 )
 from dooly_backend.workload import Batch
 
+_MANY = 12  # tokens of a step that warms the device
+
 
 class MadeUpTimer:
     """Times that depend on every length, so that two different steps rarely take the same."""
 
-    def __init__(self, host_us: float, output_us: float, launch_us: float = 0.0) -> None:
+    def __init__(
+        self,
+        host_us: float,
+        output_us: float,
+        launch_us: float = 0.0,
+        clock: ClockResponse | None = None,
+    ) -> None:
+        self.clock = clock
         self._host_us = host_us
         self._launch_us = launch_us
         self._output_us = output_us
@@ -35,6 +45,7 @@ class MadeUpTimer:
             float(times.host_us[0]),
             float(times.output_us[0]),
             launch_us=float(times.launch_us[0]),
+            heavy=bool(times.heavy is not None and times.heavy[0]),
         )
 
     def times(self, batches: Batches) -> StepTimes:
@@ -48,6 +59,7 @@ class MadeUpTimer:
             self._output_us + 1.0 * requests,
             np.zeros(len(batches), np.bool_),
             self._launch_us + 16.0 * requests,
+            tokens >= _MANY,
         )
 
 
@@ -94,7 +106,10 @@ def random_case(seed: int, version: str = "0.32.0") -> Case:
     elif style == "closed":
         feed["concurrency"] = rng.choice([1, 2, 4, 9])
     timer = MadeUpTimer(
-        rng.choice([0.0, 64.0, 900.0]), rng.choice([0.0, 32.0]), rng.choice([0.0, 800.0])
+        rng.choice([0.0, 64.0, 900.0]),
+        rng.choice([0.0, 32.0]),
+        rng.choice([0.0, 800.0]),
+        rng.choice([None, None, ClockResponse(0.8, 0.3, 0.004)]),
     )
     return Case(requests, limits, timer, feed)
 
