@@ -27,7 +27,7 @@ from sample_records import (
 from sqlite_utils.migrations import Migrations
 
 from dooly_backend.database import Database, migrations
-from dooly_backend.database.records import StepCost, StepMeasurement
+from dooly_backend.database.records import RunConditions, StepCost, StepMeasurement
 from dooly_backend.errors import DatabaseError, InputError
 from dooly_backend.workload import Batch, WorkloadPoint
 
@@ -287,13 +287,23 @@ def test_info_counts_what_is_there(database: Database, path: Path) -> None:
 
 
 def test_info_prints_and_is_json(database: Database) -> None:
-    _, environment_id = store(database, ALL_MEASURED, model="odd [/model] name")
+    configuration_id, environment_id = store(database, ALL_MEASURED, model="odd [/model] name")
     database.skip(LINEAR, environment_id, WorkloadPoint.parse("tokens=99"), "out of memory")
+    busy = {"captured_steps": 7, "suspicious": 2, "others_busy_processors": [0.1, 0.25, 1.5]}
+    slowed = {"captured_steps": 9, "clock_mhz": [1395, 1965, 1980], "throttled": {"power cap": 3}}
+    for start, facts in (("2026-01-02T10:00:00.5+00:00", slowed), ("2026-01-01T10:00", busy)):
+        run = RunConditions(start, start, facts)
+        database.record_run(configuration_id, environment_id, run)
+    assert [r.run.facts for r in database.info().runs] == [busy, slowed]
     console = Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(database.info())
     text = console.export_text()
     console.file.close()
-    for expected in ("odd [/model] name", "NVIDIA H200: complete", "out of memory", "6 measure"):
+    for expected in (
+        "odd [/model] name", "NVIDIA H200: complete", "out of memory", "6 measure",
+        "2026-01-02 10:00:00", "7, 2 suspicious", "0.1 / 0.25 / 1.5", "1395 / 1965 / 1980",
+        "power cap (3)",
+    ):  # fmt: skip
         assert expected in text
     assert json.loads(json.dumps(dataclasses.asdict(database.info())))["measurements"] == 6
 

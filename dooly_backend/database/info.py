@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from dooly_backend.database import migrations, rows
-from dooly_backend.database.records import Configuration, Environment
+from dooly_backend.database.records import Configuration, Environment, RunConditions
 
 _HASH_SHOWN = 12  # hex digits: enough to tell signatures apart, and to select one
 
@@ -79,6 +81,15 @@ class SharedSignature:
 
 
 @dataclass(frozen=True)
+class RunInfo:
+    """A run that measured, and how device and host were meanwhile (`profiling/watch.py`)."""
+
+    configuration_id: int
+    environment_id: int
+    run: RunConditions
+
+
+@dataclass(frozen=True)
 class DatabaseInfo:
     """The contents of a latency database; rich prints it, `dataclasses.asdict` is its JSON."""
 
@@ -87,6 +98,7 @@ class DatabaseInfo:
     size_bytes: int  # with its write-ahead log
     environments: tuple[EnvironmentInfo, ...]
     configurations: tuple[ConfigurationInfo, ...]
+    runs: tuple[RunInfo, ...]  # oldest first
     signatures: tuple[SignatureCount, ...]
     measurements: int
     unstable: int  # measurements whose spread stayed too large
@@ -108,6 +120,7 @@ def collect(connection: sqlite3.Connection, path: Path) -> DatabaseInfo:
         size_bytes=_size(path),
         environments=_environments(connection),
         configurations=_configurations(connection),
+        runs=_runs(connection),
         signatures=_signature_counts(connection),
         measurements=measurements,
         unstable=unstable,
@@ -170,6 +183,15 @@ def _configurations(connection: sqlite3.Connection) -> tuple[ConfigurationInfo, 
     )
 
 
+def _runs(connection: sqlite3.Connection) -> tuple[RunInfo, ...]:
+    found = connection.execute(
+        "SELECT * FROM run_conditions ORDER BY started_at, configuration_id, environment_id"
+    )
+    return tuple(
+        RunInfo(row["configuration_id"], row["environment_id"], rows.run_of(row)) for row in found
+    )
+
+
 def _signature_counts(connection: sqlite3.Connection) -> tuple[SignatureCount, ...]:
     found = connection.execute(
         "SELECT granularity, kind, count(*) AS n FROM signature"
@@ -213,6 +235,8 @@ def render(info: DatabaseInfo) -> RenderableType:
         _configuration_table(info),
         _signature_table(info),
     ]
+    if info.runs:
+        parts.append(_run_table(info))
     if info.skipped:
         parts.append(_skipped_table(info))
     if info.shared:
@@ -267,6 +291,45 @@ def _configuration_table(info: DatabaseInfo) -> Table:
             Text("\n".join(places) or "nowhere yet"),
         )
     return table
+
+
+#: What of a run's conditions is shown, and its column; the rest lies in the JSON.
+_RANGES = (
+    ("clock_mhz", "clock, MHz"),
+    ("temperature_c", "temperature, C"),
+    ("others_busy_processors", "others' processors"),
+)
+
+
+def _run_table(info: DatabaseInfo) -> Table:
+    """A row for each run; ranges are smallest, median and largest."""
+    shown = [(key, head) for key, head in _RANGES if any(key in r.run.facts for r in info.runs)]
+    is_slowed = any(r.run.facts.get("throttled") for r in info.runs)
+    table = _table(
+        "\nRuns (of clock, temperature and load: smallest, median, largest)",
+        "began, UTC", "configuration", "environment", "steps", *(head for _, head in shown),
+        *(["slowed down by"] if is_slowed else []),
+    )  # fmt: skip
+    for item in info.runs:
+        facts = item.run.facts
+        steps = str(facts.get("captured_steps", ""))
+        if facts.get("suspicious"):
+            steps += f", {facts['suspicious']} suspicious"
+        table.add_row(
+            item.run.started_at[:19].replace("T", " "),
+            str(item.configuration_id),
+            str(item.environment_id),
+            steps,
+            *(" / ".join(f"{value:g}" for value in facts.get(key, ())) or "-" for key, _ in shown),
+            *([_slowed(facts)] if is_slowed else []),
+        )
+    return table
+
+
+def _slowed(facts: Mapping[str, Any]) -> Text:
+    """The driver's reasons for a lower clock, and in how many captured steps each was seen."""
+    reasons = facts.get("throttled") or {}
+    return Text(", ".join(f"{reason} ({steps})" for reason, steps in reasons.items()) or "-")
 
 
 def _signature_table(info: DatabaseInfo) -> Table:
