@@ -2,12 +2,13 @@
 
     python -m integration.additivity.run [MODEL] [--layers 4] [--threads 1] [-o results]
 
-For every batch the calls of one step are timed alone in Dooly's regime, and
-live steps of the same batch are timed between them, in rounds; what is compared
-are the two of a round, so that a slow drift of the host is in both. Nothing is
-fitted to the forward pass. What the whole step costs beyond its operations is
-fitted to every second batch and judged on the others, and the other way round.
-Writes additivity.csv and prints a table.
+For every batch the calls of one step are timed alone in Dooly's regime, in
+rounds, and live steps of the same batch ahead of each round and behind it; what is
+compared is a round with the mean of the live steps around it, so that a steady
+drift of the host cancels. The calmer half of the rounds counts, by the sum of both
+sides. Nothing is fitted to the forward pass. What the whole step costs beyond its
+operations is fitted to every second batch and judged on the others, and the other
+way round. Writes additivity.csv and prints a table.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import click
@@ -36,6 +38,7 @@ from dooly_backend.operations.runnable import Entry, RunnableSet, resolve
 from dooly_backend.profiling.measure import Regime, measure, step_samples
 from dooly_backend.profiling.profiler import subject_of
 from dooly_backend.profiling.timer import Timer, quiet_process, timer_for
+from dooly_backend.profiling.watch import watch_for
 from dooly_backend.regression.step_cost import fit_step_cost
 from dooly_backend.tracing.trace import Trace
 from dooly_backend.tracing.tracer import trace_model
@@ -43,9 +46,9 @@ from dooly_backend.workload import Batch, WorkloadPoint
 
 Hook = Callable[..., None]
 
-#: Turns of isolated calls and live steps, samples of each in a turn.
-ROUNDS, REPEATS = 3, 3
-#: Steps of few tokens are short, and noise is a larger part of them: more turns.
+#: Rounds of isolated calls, samples of a call in a round and of live steps between two.
+ROUNDS, REPEATS = 5, 3
+#: Steps of few tokens are short, and noise is a larger part of them: more rounds.
 SHORT, SHORT_ROUNDS = 64, 8
 
 BATCHES = [
@@ -85,11 +88,13 @@ GPU_BATCHES = [
 
 @dataclass(frozen=True)
 class Row:
-    """One batch. Times are medians over the rounds, in microseconds.
+    """One batch. Times are medians over the rounds that count, in microseconds.
 
     `forward_error` is the percentage by which the isolated calls of a round
-    differ from its live forward pass, the median over the rounds. `rounds` are the
-    live and isolated times of whole steps, by round.
+    differ from the live forward pass around it, the median over the rounds. `rounds`
+    are the live and isolated times of whole steps, by round. `drift` is by how many
+    percent the slowest live steps between two rounds exceed the quickest, `others`
+    how many processors other processes kept busy (None where nobody tells).
     """
 
     batch: str
@@ -99,6 +104,8 @@ class Row:
     step_live_us: float
     step_isolated_us: float
     forward_error: float
+    drift: float
+    others: float | None
     rounds: tuple[tuple[float, float], ...] = ()
 
 
@@ -169,39 +176,59 @@ class _ForwardClock:
 
 
 @dataclass(frozen=True)
-class _Round:
-    """One turn of isolated calls and of live steps; microseconds."""
+class _Sums:
+    """The forward pass and the whole step, live or as a sum of isolated calls; microseconds."""
 
-    forward_live: float
-    forward_isolated: float
-    step_live: float
-    step_isolated: float
+    forward: float
+    step: float
 
 
 def compare(engine: Engine, timer: Timer, batch: Batch, signed: dict[Entry, Signature]) -> Row:
-    """One batch: rounds of isolated calls, with live steps between them."""
+    """One batch: rounds of isolated calls, with live steps ahead of each and behind it."""
     is_short = engine.environment.device_kind == "cpu" and batch.num_tokens <= SHORT
-    count = SHORT_ROUNDS if is_short else ROUNDS
-    rounds = [_round(engine, timer, batch, signed) for _ in range(count)]
+    watch = watch_for(engine.environment)
+    watch.begin()
+    lives = [_live(engine, timer, batch)]
+    isolated: list[_Sums] = []
+    for _ in range(SHORT_ROUNDS if is_short else ROUNDS):
+        isolated.append(_isolated(engine, timer, batch, signed))
+        lives.append(_live(engine, timer, batch))
+    around = [
+        _Sums((before.forward + after.forward) / 2, (before.step + after.step) / 2)
+        for before, after in pairwise(lives)
+    ]
+    rounds = calmer_half(list(zip(around, isolated, strict=True)))
 
-    def median(of: Callable[[_Round], float]) -> float:
-        return statistics.median(map(of, rounds))
+    def median(of: Callable[[_Sums, _Sums], float]) -> float:
+        return statistics.median(of(live, alone) for live, alone in rounds)
 
+    steps = [live.step for live in lives]
     return Row(
         batch.key,
         "mixed" if batch.decodes and batch.prefills else "decode" if batch.decodes else "prefill",
-        median(lambda r: r.forward_live),
-        median(lambda r: r.forward_isolated),
-        median(lambda r: r.step_live),
-        median(lambda r: r.step_isolated),
-        100 * (median(lambda r: r.forward_isolated / r.forward_live) - 1),
-        tuple((r.step_live, r.step_isolated) for r in rounds),
+        median(lambda live, _: live.forward),
+        median(lambda _, alone: alone.forward),
+        median(lambda live, _: live.step),
+        median(lambda _, alone: alone.step),
+        100 * (median(lambda live, alone: alone.forward / live.forward) - 1),
+        100 * (max(steps) / min(steps) - 1),
+        watch.end().others,
+        tuple((live.step, alone.step) for live, alone in rounds),
     )
 
 
-def _round(engine: Engine, timer: Timer, batch: Batch, signed: dict[Entry, Signature]) -> _Round:
+def calmer_half(rounds: Sequence[tuple[_Sums, _Sums]]) -> list[tuple[_Sums, _Sums]]:
+    """The rounds whose live and isolated steps took the least together, in their order.
+
+    By the sum, so that neither side is favoured: what is left out is a time when
+    the whole host was slower.
+    """
+    quick = sorted(range(len(rounds)), key=lambda i: rounds[i][0].step + rounds[i][1].step)
+    return [rounds[i] for i in sorted(quick[: (len(rounds) + 1) // 2])]
+
+
+def _isolated(engine: Engine, timer: Timer, batch: Batch, signed: dict[Entry, Signature]) -> _Sums:
     entries = list(signed)
-    clock = _ForwardClock(engine, timer, batch)
     with captured(engine, batch, [entry.key for entry in entries]) as calls:
         subjects = {
             (signature.hash, WorkloadPoint.of(signature.kind, batch)): subject_of(
@@ -209,16 +236,20 @@ def _round(engine: Engine, timer: Timer, batch: Batch, signed: dict[Entry, Signa
             )
             for signature in set(signed.values())
         }
-        measured = measure(engine, timer, subjects, Regime(repeats=REPEATS, rounds=1), calls)
-    with clock.running():
-        live = step_samples(engine, timer, batch, engine.num_layers, REPEATS)
+        measured = measure(engine, timer, subjects, Regime(REPEATS, 0, rounds=1), calls)
     medians = {key[0]: measurement.median_us for key, measurement in measured.items()}
-    return _Round(
-        statistics.median(clock.times_us[1:]),  # the first one warms up
+    return _Sums(
         sum(medians[signed[e].hash] for e in entries if e.path.startswith("model")),
-        statistics.median(live),
         sum(medians[signed[e].hash] for e in entries),
     )
+
+
+def _live(engine: Engine, timer: Timer, batch: Batch) -> _Sums:
+    clock = _ForwardClock(engine, timer, batch)
+    with clock.running():
+        steps = step_samples(engine, timer, batch, engine.num_layers, REPEATS)
+    # The first pass warms up.
+    return _Sums(statistics.median(clock.times_us[1:]), statistics.median(steps))
 
 
 def whole_steps(rows: Sequence[Row], layers: int) -> list[float]:
@@ -253,7 +284,7 @@ def show(rows: list[Row], title: str, steps: Sequence[float] = ()) -> Table:
     `steps` are what the steps cost beyond their operations, where that was fitted.
     """
     heads = ["batch", "forward live", "isolated", "error", "step live", "operations"]
-    table = Table(*heads, *(["own cost", "error"] if steps else []), title=title)
+    table = Table(*heads, *(["own cost", "error"] if steps else []), "drift", title=title)
     errors = step_errors(rows, steps)
     for i, row in enumerate(rows):
         table.add_row(
@@ -264,6 +295,7 @@ def show(rows: list[Row], title: str, steps: Sequence[float] = ()) -> Table:
             f"{row.step_live_us:.0f}",
             f"{row.step_isolated_us:.0f}",
             *([f"{steps[i]:.0f}", f"{errors[i]:+.1f}%"] if steps else []),
+            f"{row.drift:.1f}%",
         )
     for phase in ("prefill", "decode", "mixed"):
         of_phase = [i for i, row in enumerate(rows) if row.phase == phase]
