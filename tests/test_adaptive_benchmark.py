@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from dooly_backend.profiling.families import shape
 from dooly_backend.workload import Batch, WorkloadPoint
 from integration.adaptive.held_out import Caps, attention_places, token_places
 from integration.adaptive.judging import curves, described, judge, thinned
+from integration.adaptive.turns import taking_turns
 
 CAPS = Caps(tokens=512, length=512, batch=16)
 GRID = VidurSweep(name="vidur", rule="vidur", tokens=512, length=512, batch=16)
@@ -32,6 +34,20 @@ def test_places_lie_within_the_caps_and_are_the_same_every_time() -> None:
     counts = [point.num_tokens or 0 for point in token_places(CAPS, 40)]
     assert all(1 <= count <= CAPS.tokens for count in counts)
     assert token_places(CAPS, 40) == token_places(CAPS, 40)
+
+
+def test_works_take_turns_at_an_even_pace() -> None:
+    order: list[str] = []
+
+    def work(name: str, steps: int) -> Iterator[None]:
+        for _ in range(steps):
+            order.append(name)
+            yield
+
+    taking_turns({work("a", 2): 2, work("b", 8): 8, work("c", 9): 4})
+    assert sorted(order) == ["a"] * 2 + ["b"] * 8 + ["c"] * 9
+    assert order[:7].count("b") == 4  # with a's first and two of c's
+    assert order[-5:] == ["c"] * 5  # which took longer than was thought
 
 
 def time_us(point: WorkloadPoint) -> float:
@@ -67,7 +83,7 @@ def test_judged_from_databases(tmp_path: Path) -> None:
         linear: dict[Signature, list[Measurement]] = {LINEAR: measured(points)}
         with Database.open(tmp_path / f"linear-{name}.db", create=True) as database:
             ids = store(database, linear)
-            run = RunConditions("2026-01-01T00:00:00+00:00", "2026-01-01T00:00:09+00:00", {})
+            run = RunConditions("2026-01-01T00:00", "2026-01-01T00:09", {"seconds": 9.0})
             database.record_run(*ids, run)
     table = judge("linear", tmp_path, ["interpolation"])
     curve = curves(table).set_index(["sweep", "part", "shape"])

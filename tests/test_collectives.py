@@ -31,6 +31,7 @@ from dooly_backend.profiling.collective_calls import (
 from dooly_backend.profiling.collectives import OPERATIONS as NAMES
 from dooly_backend.profiling.collectives import Collective, measure_collectives
 from dooly_backend.profiling.measure import Regime
+from dooly_backend.profiling.plan import Known, plan_of
 from dooly_backend.regression.latency import LatencyModel
 from dooly_backend.tracing.labels import Dim, Label
 from dooly_backend.tracing.trace import Affine, CheckResult, Operation, TensorSpec, Trace
@@ -211,6 +212,25 @@ def test_measured_collectives_are_part_of_a_step(
         found = measured_collectives(database)
     assert [(m.operation, m.topology, m.degree, m.bytes) for m in found] == rows
     assert found[1].measurement.median_us == 100 + 16 * H / 10
+
+
+def test_a_plan_counts_them(tmp_path: Path) -> None:
+    """As signatures, with the points of the sweep that the environment lacks."""
+    host = engine(environment=CPU, configuration=SimpleNamespace(model="m"))
+    calls = [c for c in collective_calls(traced(), engine()) if c.collective.kind == "tokens"]
+    with Database.open(tmp_path / "latency.db", create=True) as database:
+        _, environment_id = store(database, {}, environment=CPU)
+        reduced = next(c.collective for c in calls if c.collective.operation == "all_reduce")
+        database.record(reduced.signature, environment_id, at("tokens=16", 90.0))
+        known = Known(database)
+        first, second = (plan_of(host, [], calls, known, SMOKE) for _ in range(2))
+    assert [(p.signature.name, p.count, p.missing, p.points) for p in first.signatures] == [
+        ("dooly::send_recv", 1, 4, 4),
+        ("dooly::all_reduce", 7, 3, 4),
+    ]
+    assert (first.occurrences, first.new, first.points) == (8, 2, 7)
+    assert first.expected_seconds > 0
+    assert (second.known, second.points) == (2, 0)
 
 
 def test_vidurs_all_reduce_takes_them(tmp_path: Path) -> None:

@@ -13,6 +13,12 @@ from dooly_backend.engines import Engine
 from dooly_backend.operations.callgraph import occurrences, signatures
 from dooly_backend.operations.runnable import resolve
 from dooly_backend.profiling.adaptive import Evidence, most_points, needs
+from dooly_backend.profiling.collective_calls import (
+    CollectiveCall,
+    collective_calls,
+    occurrences_of,
+    points_of,
+)
 from dooly_backend.profiling.measure import Regime
 from dooly_backend.profiling.sweep import sweep_points
 from dooly_backend.tracing.tracer import trace_model
@@ -146,20 +152,39 @@ def plan(
     sweep: Grid | AdaptiveSweep,
     regime: Regime | None = None,
 ) -> Plan:
-    """Trace the engine's model and compare what it needs with what is `known`.
+    """Trace the engine's model and compare what it needs with what is `known`."""
+    trace = trace_model(engine)
+    signed = signatures(trace, resolve(trace, engine), engine)
+    return plan_of(
+        engine, occurrences(engine, signed), collective_calls(trace, engine), known, sweep, regime
+    )
+
+
+def plan_of(
+    engine: Engine,
+    graph: Sequence[Occurrence],
+    calls: Sequence[CollectiveCall],
+    known: Known,
+    sweep: Grid | AdaptiveSweep,
+    regime: Regime | None = None,
+) -> Plan:
+    """The plan for a call graph and its collectives, each of which is a signature, too.
 
     What it would measure is added to `known`, so that plans of several models
     count as if they were profiled one after the other.
     """
-    trace = trace_model(engine)
-    signed = signatures(trace, resolve(trace, engine), engine)
-    graph = occurrences(engine, signed)
     environment = engine.environment.digest
+    graph = [*graph, *occurrences_of(calls, len(graph))]
+    collectives = {call.collective.signature: call.collective for call in calls}
     planned = []
     seconds = 0.0
     regime = regime or Regime()
     for signature, places in _by_signature(graph).items():
-        wanted, missing = _points(signature, sweep, engine, known)
+        if signature in collectives:
+            wanted = {point.key for point in points_of(collectives[signature], sweep, engine)}
+            missing = wanted - known.points(signature, environment)
+        else:
+            wanted, missing = _points(signature, sweep, engine, known)
         planned.append(
             PlannedSignature(
                 signature,
@@ -201,8 +226,8 @@ def _points(
 
 def point_seconds(call_us: float | None, regime: Regime) -> float:
     """Expected time to measure one point of a call that takes `call_us`, None for unknown."""
-    samples = regime.repeats + regime.warmups
     call_us = UNKNOWN_CALL_US if call_us is None else call_us
+    samples = regime.samples(call_us) + regime.warmups
     return samples * (CALLS_PER_SAMPLE * call_us + OVERHEAD_US) / 1e6
 
 

@@ -98,6 +98,7 @@ def profile(
     calls = collective_calls(trace, engine)
     wanted = {occurrence.signature.hash for occurrence in graph}
     graph += occurrences_of(calls, len(graph))
+    every = {occurrence.signature for occurrence in graph}
     configuration_id = database.add_configuration(engine.configuration, graph, environment_id)
     signed = {entry: signature for entry, signature in signed.items() if signature.hash in wanted}
     timer = timer_for(engine)
@@ -119,7 +120,6 @@ def profile(
                 lambda work: measure_work(run, work, done), tolerance,
             )  # fmt: skip
         run_sweep(run, sweep, done)
-        collectives = 0
 
         def not_measured() -> dict[Collective, list[WorkloadPoint]]:
             return missing_points(calls, database, environment_id, sweep, engine)
@@ -130,9 +130,10 @@ def profile(
             if ours:
                 rest = not_measured()
                 progress.phase("timing collectives", sum(map(len, rest.values())))
-                collectives = record_collectives(
+                done.points += record_collectives(
                     rest, database, ids, regime or Regime(), progress.advance
                 )
+                done.signatures |= {collective.signature.hash for collective in rest}
         # On a GPU the host launches while the device computes: what a step takes
         # beyond its operations is no sum, and is left to the simulation.
         if engine.environment.device_kind == "cpu":
@@ -151,15 +152,15 @@ def profile(
             "measure again when it is calm (delete %s first), or leave a core free (--threads)",
             database.path,
         )
-    known = {signature for signature in signed.values() if signature.hash not in done.signatures}
+    known = {signature for signature in every if signature.hash not in done.signatures}
     reasons = {**limited, **{reason: tuple(keys) for reason, keys in done.reasons.items()}}
     return ProfileResult(
         model=engine.configuration.model,
         operations=len(trace.operations),
         occurrences=sum(occurrence.count for occurrence in graph),
-        signatures_known=len(wanted - done.signatures),
+        signatures_known=len(known),
         signatures_new=len(done.signatures),
-        points=done.points + collectives,
+        points=done.points,
         skipped=sum(map(len, reasons.values())),
         unstable=done.unstable,
         seconds=time.perf_counter() - start,
@@ -230,7 +231,7 @@ def run_sweep(run: Run, sweep: Grid | AdaptiveSweep, done: Done) -> None:
     while work.points:
         fresh = {key for keys in work.by_batch.values() for key in keys}
         measure_work(run, work, done)
-        _measure_doubted(run, fresh)
+        measure_doubted(run, fresh)
         work = round_of_work()
     done.conditions = run.watched.conditions() if run.watched.seen else None
 
@@ -255,7 +256,7 @@ def measure_work(run: Run, work: Work, done: Done) -> None:
             run.database.record_run(configuration_id, environment_id, run.watched.conditions())
 
 
-def _measure_doubted(run: Run, fresh: set[WorkloadPointKey]) -> None:
+def measure_doubted(run: Run, fresh: set[WorkloadPointKey]) -> None:
     """Measure again what its neighbours contradict; the quicker of the two stays."""
     configuration_id, environment_id = run.ids
     doubts = doubted_work(run.engine, run.database, environment_id, run.by_hash, fresh)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from dooly_backend.config import AdaptiveSweep, VidurSweep, load_sweep
@@ -15,18 +18,28 @@ from dooly_backend.operations.callgraph import occurrences, signatures
 from dooly_backend.operations.runnable import Entry, resolve
 from dooly_backend.profiling.measure import Regime
 from dooly_backend.profiling.planners import group_of
-from dooly_backend.profiling.profiler import measure_batch, run_sweep
+from dooly_backend.profiling.profiler import (
+    Done,
+    Run,
+    measure_batch,
+    measure_doubted,
+    measure_work,
+)
 from dooly_backend.profiling.progress import Silent
+from dooly_backend.profiling.rounds import Work, next_work
 from dooly_backend.profiling.sharing import Sharing
-from dooly_backend.profiling.sweep import batch_of
+from dooly_backend.profiling.sweep import batch_of, sweep_points
 from dooly_backend.profiling.timer import Timer, quiet_process, timer_for
+from dooly_backend.profiling.watch import WatchedRun, watch_for
 from dooly_backend.tracing.tracer import trace_model
 from dooly_backend.workload import WorkloadPoint
 from integration.adaptive.held_out import Caps, attention_places, token_places
+from integration.adaptive.turns import taking_turns
 
 #: Of the adaptive sweep: what it aims at, and the most points of a curve or plane, such that a
 #: signature has at most a fifth of the grid's (131 and 1,101 on a CPU).
 TARGET, POINTS = 0.02, {"linear": 26, "attention": 85}
+SHARE = 1 / 5
 ADAPTIVE, VIDUR, HELD_OUT = "adaptive", "vidur", "held-out"
 
 
@@ -40,18 +53,47 @@ class Bench:
     wanted: Sequence[Signature]
     caps: Caps
 
-    def sweep(self, sweep: AdaptiveSweep | VidurSweep, path: Path) -> None:
-        """Measure all of `sweep` into the database at `path`."""
+    def sweep(self, sweep: AdaptiveSweep | VidurSweep, path: Path) -> Iterator[None]:
+        """Measure all of `sweep` into the database at `path`, a captured step a turn.
+
+        The steps of a round come in an order drawn at random: a drift of the host
+        shall not follow the grid. What the turns took is kept with the run.
+        """
         with Database.open(path, create=True) as database:
             ids = self._ids(database)
             with Sharing(database, ids[1], self.engine.device) as sharing:
-                run_sweep(
-                    self.engine, self.timer, database, ids, self.signed, self.wanted, sweep,
-                    Regime(), Silent(), sharing,
+                run = Run(
+                    self.engine, self.timer, database, ids, self.signed,
+                    {s.hash: s for s in self.wanted}, Regime(), Silent(), sharing,
+                    WatchedRun(watch_for(self.engine.environment)),
                 )  # fmt: skip
+                seconds = 0.0
+                for turn in self._turns(run, sweep):
+                    start = time.perf_counter()
+                    turn()
+                    seconds += time.perf_counter() - start
+                    yield
+                conditions = run.watched.conditions()
+                facts = conditions.facts | {"seconds": seconds}
+                database.record_run(*ids, replace(conditions, facts=facts))
 
-    def at(self, points: Iterable[WorkloadPoint], path: Path) -> None:
-        """Measure every signature at every one of `points` into the database at `path`."""
+    def _turns(self, run: Run, sweep: AdaptiveSweep | VidurSweep) -> Iterator[Callable[[], None]]:
+        """What `run_sweep` does, step by step."""
+        done, source = Done(), random.Random(0)
+
+        def next_round() -> Work:
+            return next_work(run.engine, run.database, run.ids[1], run.by_hash.values(), sweep)
+
+        while (work := next_round()).points:
+            batches = list(work.by_batch)
+            source.shuffle(batches)
+            for batch in batches:
+                yield partial(measure_work, run, Work({batch: work.by_batch[batch]}), done)
+            fresh = {key for keys in work.by_batch.values() for key in keys}
+            yield partial(measure_doubted, run, fresh)
+
+    def at(self, points: Iterable[WorkloadPoint], path: Path) -> Iterator[None]:
+        """Measure every signature at `points` into the database at `path`, one a turn."""
         with Database.open(path, create=True) as database:
             configuration_id, environment_id = self._ids(database)
             for point in points:
@@ -63,6 +105,7 @@ class Bench:
                 for s in self.wanted:
                     measurement = found[s.hash, point]
                     database.record(s, environment_id, measurement, configuration_id)
+                yield
 
     def _ids(self, database: Database) -> tuple[int, int]:
         environment_id = database.add_environment(self.engine.environment)
@@ -74,8 +117,8 @@ class Bench:
 def measure(bench: Bench, kind: str, count: int, folder: Path) -> None:
     """Both sweeps and `count` held-out places of a shape, into three databases in `folder`.
 
-    A host drifts: a third of the places is measured ahead of the sweeps, a third
-    between them, a third behind them.
+    A host drifts, so all three are measured together, in turns as many of each as
+    shall let them end at about the same time.
     """
     caps = bench.caps
     places = (token_places if kind == "linear" else attention_places)(caps, count)
@@ -87,13 +130,15 @@ def measure(bench: Bench, kind: str, count: int, folder: Path) -> None:
     vidur = VidurSweep(
         name=VIDUR, rule="vidur", tokens=caps.tokens, length=caps.length, batch=caps.batch
     )
-    held_out = folder / f"{kind}-{HELD_OUT}.db"
     with quiet_process():
-        bench.at(places[0::3], held_out)
-        bench.sweep(adaptive, folder / f"{kind}-{ADAPTIVE}.db")
-        bench.at(places[1::3], held_out)
-        bench.sweep(vidur, folder / f"{kind}-{VIDUR}.db")
-        bench.at(places[2::3], held_out)
+        grid = len(sweep_points(bench.wanted[0], vidur, bench.engine))
+        taking_turns(
+            {
+                bench.sweep(adaptive, folder / f"{kind}-{ADAPTIVE}.db"): SHARE * grid,
+                bench.sweep(vidur, folder / f"{kind}-{VIDUR}.db"): grid,
+                bench.at(places, folder / f"{kind}-{HELD_OUT}.db"): len(places),
+            }
+        )
 
 
 def benches(engine: Engine, caps: Caps, kinds: Sequence[str]) -> dict[str, Bench]:

@@ -3,9 +3,9 @@
     python -m integration.adaptive.run [MODEL] [--what linear|attention] [-o FOLDER]
     python -m integration.adaptive.run --databases FOLDER --judge -o FOLDER    # no engine
 
-Both measure the same signatures of one model in one run, within the same caps;
-in the same run random places are measured that neither of them knows, a third
-each ahead of, between and behind the sweeps. What `dooly fit` chooses is fitted to
+Both measure the same signatures of one model in one run, within the same caps,
+and in the same run random places are measured that neither of them knows: all
+three in turns, a captured step each. What `dooly fit` chooses is fitted to
 what each sweep measured, and to thinned Vidur grids and the beginnings of the
 adaptive sweep. Writes held_out.csv, curves.csv and curves.html (curves.png,
 too, where plotly can draw one), each with the kind ahead of its name, and
