@@ -103,6 +103,15 @@ def product(name: str, tokens: int, columns: int) -> CapturedCall:
     return call(name, lambda *_: None, torch.zeros(tokens, 4), weight)
 
 
+def test_long_calls_have_fewer_samples() -> None:
+    script = Script([100.0, 9.0] * 8)
+    regime = Regime(repeats=5, warmups=1, spread=9, budget_us=250.0)
+    long, short = measurements(script, regime, subject("a"), subject("b"))
+    assert (len(long.samples_us), len(short.samples_us)) == (3, 5)
+    assert [regime.samples(us) for us in (1000.0, 60.0, 10.0, 0.0)] == [3, 4, 5, 5]
+    assert Regime(repeats=1).samples(1e9) == 1
+
+
 def test_the_heaviest_product_of_a_large_step_runs_before_every_sample() -> None:
     regime = Regime(repeats=2, warmups=0)
     keyed = {("0", POINT): subject("a")}

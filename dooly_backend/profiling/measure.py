@@ -26,7 +26,9 @@ class Regime:
     A sample whose call lost its processor to another process is taken again, up
     to `attempts` times, unless that happens all the time. A point is timed
     again, up to `rounds` times, while its median exceeds `spread` times its lower
-    quartile or a sample holds launches; it is marked unstable if it stays so.
+    quartile or a sample holds launches; it is marked unstable if it stays so. A
+    round has `repeats` samples of a call, or fewer, but three, of one that would
+    take longer than `budget_us` for them: long calls scatter less.
     """
 
     repeats: int = 7
@@ -34,6 +36,16 @@ class Regime:
     rounds: int = 3
     spread: float = 1.15
     attempts: int = 4
+    budget_us: float = 3_000_000.0
+
+    def samples(self, call_us: float) -> int:
+        """How many samples of a call that takes `call_us` a round has."""
+        affordable = int(self.budget_us / max(call_us, 1.0))
+        return min(self.repeats, max(affordable, FEWEST_SAMPLES))
+
+
+#: A median of fewer is no median.
+FEWEST_SAMPLES = 3
 
 
 @dataclass(frozen=True)
@@ -90,11 +102,15 @@ def measure(
     pending = list(subjects)
     for round_number in range(regime.rounds):
         fresh: dict[WorkloadPointKey, list[Sample]] = {key: [] for key in pending}
+        quickest: dict[WorkloadPointKey, float] = {}  # a warm-up counts here
         for turn in range(regime.warmups + regime.repeats):
             for key in pending:
+                if len(fresh[key]) >= regime.samples(quickest.get(key, 0.0)):
+                    continue
                 sample = _sample(
                     engine, timer, subjects[key], arguments[key], regime.attempts, filler
                 )
+                quickest[key] = min(sample.us, quickest.get(key, sample.us))
                 if turn >= regime.warmups:
                     fresh[key].append(sample)
         for key, samples in fresh.items():
