@@ -33,6 +33,7 @@ VERSION = 1
 
 _REQUEST = ("id", "prompt_tokens", "output_tokens", "prefix", "prefix_tokens", "priority")
 _TIME = ("device_us", "host_us", "output_us", "launch_us")
+_FLAGS = ("extrapolated", "heavy")  # files of before the device's clock lack the second
 _MOST_BYTES = 1 << 30  # unpacked: a file of a stranger may unpack to anything
 
 
@@ -133,7 +134,7 @@ def _to_json(run: Run) -> dict[str, Any]:
     if times and all(time is not None for time in times):
         values["steps"]["time"] = {
             **{name: [getattr(time, name) for time in times] for name in _TIME},
-            "extrapolated": [int(time.extrapolated) for time in times if time is not None],
+            **{name: [int(getattr(time, name)) for time in times] for name in _FLAGS},
         }
     return values
 
@@ -188,7 +189,8 @@ def from_json(values: dict[str, Any]) -> Run:
 
 def _time(columns: dict[str, Any], index: int) -> StepTime:
     parts = {name: columns[name][index] for name in _TIME if name in columns}
-    return StepTime(**parts, extrapolated=bool(columns["extrapolated"][index]))
+    flags = {name: bool(columns[name][index]) for name in _FLAGS if name in columns}
+    return StepTime(**parts, **flags)
 
 
 # -- schedules -----------------------------------------------------------------------------
