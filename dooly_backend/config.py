@@ -273,6 +273,7 @@ class RunOptions(Description):
     rank: NaturalInt = 0  # of the data x pipeline x tensor ranks, the one that runs
     dtype: str | None = None  # None: the model's own
     kv_cache_dtype: str = "auto"
+    quantization: str | None = None  # of the weights, by the engine; None: as the checkpoint has it
     block_size: PositiveInt | None = None  # None: the engine's choice
     layers: PositiveInt | None = None  # None: as few as show every kind of layer
     threads: PositiveInt | None = None  # of a CPU engine; None: the engine's choice

@@ -204,6 +204,28 @@ def environment_option(function: F) -> F:
     )(function)
 
 
+def precision_options(function: F) -> F:
+    """``--kv-cache-dtype`` and ``--quantization``: passed on as `kv_cache_dtype`, `quantization`.
+
+    Which of a model's configurations is meant; None where not given.
+    """
+    options = (
+        click.option(
+            "--kv-cache-dtype",
+            metavar="FORMAT",
+            help="Number format of the KV cache, where several are measured.",
+        ),
+        click.option(
+            "--quantization",
+            metavar="METHOD",
+            help="How the weights are quantised (fp8; none), where several ways are measured.",
+        ),
+    )
+    for option in reversed(options):
+        function = option(function)
+    return function
+
+
 _ENGINE_OPTIONS = (
     click.option("--engine", default="vllm", show_default=True, help="The serving engine."),
     click.option(
@@ -244,7 +266,17 @@ _ENGINE_OPTIONS = (
     ),
     click.option("--dtype", help="Number format of the weights. [default: the model's]"),
     click.option(
-        "--kv-cache-dtype", default="auto", show_default=True, help="Number format of the KV cache."
+        "--kv-cache-dtype",
+        metavar="FORMAT",
+        default="auto",
+        show_default=True,
+        help="Number format of the KV cache, such as fp8.",
+    ),
+    click.option(
+        "--quantization",
+        metavar="METHOD",
+        help="How the engine quantises the weights, such as fp8. [default: as the model's config "
+        "says it of its checkpoint]",
     ),
     click.option(
         "--block-size",
@@ -292,6 +324,7 @@ _ENGINE_FIELDS = (
     "rank",
     "dtype",
     "kv_cache_dtype",
+    "quantization",
     "block_size",
     "layers",
     "threads",

@@ -104,6 +104,7 @@ def _list_formats(ctx: click.Context, _parameter: click.Parameter, wanted: bool)
     help="Tensor-parallel size; may be repeated. [default: all that are measured]",
 )
 @click.option("--backend", metavar="NAME", help="The attention backend, where there are several.")
+@console.precision_options
 @click.option(
     "--bundle",
     metavar="FILE",
@@ -142,6 +143,8 @@ def export(
     environment: str | None,
     degrees: tuple[int, ...],
     backend: str | None,
+    kv_cache_dtype: str | None,
+    quantization: str | None,
     bundle: str | None,
     out: Path | None,
     earlier: Path | None,
@@ -173,7 +176,12 @@ def export(
     chosen = _chosen(options)
     old = _earlier_export(earlier, format_name, out) if earlier else None
     with Database.open(db, read_only=True) as database:
-        models = load_models(database, model, environment, degrees, backend=backend)
+        filters = {
+            "backend": backend,
+            "kv_cache_dtype": kv_cache_dtype,
+            "quantization": quantization,
+        }
+        models = load_models(database, model, environment, degrees, **filters)
     if bundle is not None:
         from dooly_backend.regression.bundle import load_bundle
         from dooly_backend.regression.refined import refined

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     type=click.IntRange(min=1),
     help="Tensor-parallel size, where several are measured.",
 )
+@console.precision_options
 @scheduler_options
 @click.option(
     "--execution-mode",
@@ -76,6 +77,8 @@ def simulate(
     environment: str | None,
     backend: str | None,
     tensor_parallel: int | None,
+    kv_cache_dtype: str | None,
+    quantization: str | None,
     serving: Mapping[str, Any],
     execution_mode: str | None,
     live_runs: tuple[Path, ...],
@@ -96,6 +99,7 @@ def simulate(
       dooly simulate smollm-135m --bundle bundle.joblib --workload balanced -o results
       dooly simulate Llama-3.1-8B --db builtin:h200 --backend FLASH_ATTN --kv-cache-memory 100
     """
+    from dooly_backend.regression.select import profile_options
     from dooly_backend.simulation.metrics import Metrics
     from dooly_backend.simulation.scheduler import simulate as run_simulation
     from dooly_backend.simulation.source import from_bundle, model_name, profiled
@@ -103,12 +107,18 @@ def simulate(
 
     workload = load_workload(workload_text)
     requests = workload.build()
-    filters = {"backend": backend, "tensor_parallel": tensor_parallel}
+    filters = {
+        "backend": backend,
+        "tensor_parallel": tensor_parallel,
+        "kv_cache_dtype": kv_cache_dtype,
+        "quantization": quantization,
+    }
     if bundle is not None:
         source = from_bundle(bundle, model_name(model), filters)
     else:
-        arguments = profile_arguments(filters)
-        source = profiled(db, model_name(model), environment, filters, arguments, model)
+        source = profiled(
+            db, model_name(model), environment, filters, profile_options(filters), model
+        )
     limits = source.limits(serving)
     timer = source.timer(limits, execution_mode)
     if live_runs:
@@ -138,17 +148,6 @@ def simulate(
     console.show(table(metrics.summary, f"{about['model']} on {about['device']}"))
     if out is not None:
         click.echo(f"wrote {out}")
-
-
-def profile_arguments(filters: Mapping[str, Any]) -> list[str]:
-    """The options of `dooly profile` for what was asked for."""
-    flags = {"backend": "--backend", "tensor_parallel": "--tp"}
-    return [
-        text
-        for name, value in filters.items()
-        if value is not None
-        for text in (flags[name], str(value))
-    ]
 
 
 def flat(summary: Summary) -> dict[str, Any]:

@@ -62,6 +62,7 @@ _SETTINGS = ("rate", "concurrency", "arrivals")  # of a workload, that leave no 
     "--tp", "tensor_parallel", type=click.IntRange(min=1), default=1, show_default=True,
     help="Tensor-parallel size.",
 )  # fmt: skip
+@console.precision_options
 @click.option(
     "--execution-mode",
     type=click.Choice(["eager", "full_graph"]),
@@ -103,6 +104,8 @@ def validate(
     environment: str | None,
     backend: str | None,
     tensor_parallel: int,
+    kv_cache_dtype: str | None,
+    quantization: str | None,
     execution_mode: str,
     threads: int | None,
     sweep_name: str,
@@ -126,6 +129,7 @@ def validate(
       dooly validate smollm-135m --workload prefill-heavy:requests=30 --load 0.5 --runs 3 -o results
     """
     from dooly_backend.config import load_model
+    from dooly_backend.database.records import ENGINE_QUANTIZATION
     from dooly_backend.engines.serving import ServingOptions, boot_server
     from dooly_backend.simulation.source import from_bundle, profiled
     from dooly_backend.simulation.validation import calibration_workload, overall
@@ -134,15 +138,21 @@ def validate(
 
     workloads = [load_workload(text) for text in workload_texts]
     described = load_model(model)
+    filters = {
+        "backend": backend,
+        "tensor_parallel": tensor_parallel,
+        "kv_cache_dtype": kv_cache_dtype,
+        "quantization": quantization,
+    }
     if bundle is not None:
-        source = from_bundle(bundle, described.name, {"backend": backend})
+        source = from_bundle(bundle, described.name, {**filters, "tensor_parallel": None})
     else:
         source = profiled(
             db,
             described.name,
             environment,
-            {"backend": backend, "tensor_parallel": tensor_parallel},
-            profile_arguments(backend, tensor_parallel, threads, sweep_name),
+            filters,
+            profile_arguments(filters, threads, sweep_name),
             model,
         )
     options = ServingOptions(
@@ -151,6 +161,8 @@ def validate(
         backend=source.configuration.backend,
         tensor_parallel=tensor_parallel,
         dtype=source.configuration.dtype,
+        kv_cache_dtype=source.configuration.kv_cache_dtype,
+        quantization=source.configuration.hf_config.get(ENGINE_QUANTIZATION),
         block_size=source.configuration.block_size,
         threads=profiled_threads(source.environment, threads),
         # A CPU's operations were timed as they run without compilation; a GPU's kernels
@@ -229,13 +241,11 @@ def profiled_threads(environment: Environment, asked: int | None) -> int | None:
     )
 
 
-def profile_arguments(
-    backend: str | None, tensor_parallel: int, threads: int | None, sweep: str
-) -> list[str]:
+def profile_arguments(filters: Mapping[str, Any], threads: int | None, sweep: str) -> list[str]:
     """The options of `dooly profile` for what is to be validated."""
-    arguments = ["--tp", str(tensor_parallel), "--sweep", sweep]
-    if backend is not None:
-        arguments += ["--backend", backend]
+    from dooly_backend.regression.select import profile_options
+
+    arguments = [*profile_options(filters), "--sweep", sweep]
     if threads is not None:
         arguments += ["--threads", str(threads)]
     return arguments

@@ -73,6 +73,7 @@ def common_entries(models: Sequence[LatencyModel]) -> dict[str, Any]:
         "attention_backend": configuration.backend,
         "dtype": configuration.dtype,
         "kv_cache_dtype": configuration.kv_cache_dtype,
+        "quantization": configuration.quantization,
         "block_size": configuration.block_size,
         "execution_mode": configuration.execution_mode,
         "tensor_parallel": degrees_of(models),

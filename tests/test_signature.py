@@ -8,6 +8,7 @@ import json
 import re
 import socket
 from collections import Counter
+from enum import Enum
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+import torch
 from conftest import Elsewhere
 from engine_helpers import ATTENTION, LAYERS
 
@@ -342,6 +344,41 @@ def test_attributes_without_the_identity() -> None:
         "soft_cap": None,
         "impl": {"class": "SimpleNamespace", "window": 4096, "kind": "attn"},
     }
+
+
+def test_how_weights_are_quantised_is_an_attribute() -> None:
+    """Triton's kernels of a mixture of experts show neither the method nor the formats."""
+
+    class UnquantizedFusedMoEMethod(SimpleNamespace):
+        pass
+
+    class Fp8MoEMethod(SimpleNamespace):
+        pass
+
+    class Backend(Enum):
+        TRITON = "TRITON"
+
+    experts = torch.nn.Module()
+    experts.w13_weight = torch.nn.Parameter(torch.zeros(2).to(torch.float8_e4m3fn), False)
+    experts.w13_scale = torch.nn.Parameter(torch.zeros(2), False)
+    plain = attributes(experts, PATH)
+    experts.quant_method = UnquantizedFusedMoEMethod()
+    assert attributes(experts, PATH) == plain
+    experts.quant_method = SimpleNamespace(old_quant_method=UnquantizedFusedMoEMethod())
+    assert attributes(experts, PATH) == plain  # signatures of before are those of now
+    experts.quant_method = Fp8MoEMethod(block_quant=False, fp8_backend=Backend.TRITON, layer=plain)
+    assert attributes(experts, PATH)["quantization"] == {
+        "class": "Fp8MoEMethod",
+        "block_quant": False,
+        "fp8_backend": "TRITON",
+        "parameters": {"w13_scale": "float32", "w13_weight": "float8_e4m3fn"},
+    }
+
+
+def test_the_weights_of_what_has_an_implementation_do_not_count() -> None:
+    """Attention of a model with fp8 weights and a bf16 cache is that of the bf16 model."""
+    module = SimpleNamespace(impl=SimpleNamespace(), quant_method=SimpleNamespace())
+    assert set(attributes(module, PATH)) == {"impl"}
 
 
 def test_words_that_also_occur_in_a_path_are_kept() -> None:

@@ -266,6 +266,16 @@ def _environment_table(info: DatabaseInfo) -> Table:
     return table
 
 
+def _precision(configuration: Configuration) -> str:
+    """What is not in the model's own number format."""
+    parts = []
+    if configuration.quantization != "none":
+        parts.append(f" weights {configuration.quantization}")
+    if configuration.kv_cache_dtype != "auto":
+        parts.append(f" KV cache {configuration.kv_cache_dtype}")
+    return "".join(parts)
+
+
 def _configuration_table(info: DatabaseInfo) -> Table:
     table = _table(
         "\nConfigurations", "id", "model", "served as", "occurrences", "signatures", "measured on"
@@ -275,7 +285,7 @@ def _configuration_table(info: DatabaseInfo) -> Table:
         served = (
             f"{configuration.engine} {configuration.backend} {configuration.dtype} "
             f"tp{configuration.tensor_parallel} pp{configuration.pipeline_parallel} "
-            f"{configuration.execution_mode}"
+            f"{configuration.execution_mode}{_precision(configuration)}"
         )
         places = [
             f"{place.device}: "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import statistics
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -58,6 +59,22 @@ class Environment:
         return digest([self.device, self.device_kind, self.engine, self.engine_version, self.facts])
 
 
+#: Key of a configuration's `hf_config` for what the engine quantises by itself. It stands there,
+#: as the rank does, because such a model is another one.
+ENGINE_QUANTIZATION = "dooly_quantization"
+
+
+def checkpoint_quantization(hf_config: Mapping[str, Any]) -> str | None:
+    """The method that a config.json names for its checkpoint's weights ("fp8"); None: none."""
+    for config in (hf_config, hf_config.get("text_config")):
+        if not isinstance(config, Mapping):
+            continue
+        quantization = config.get("quantization_config") or config.get("compression_config")
+        if isinstance(quantization, Mapping):
+            return str(quantization.get("quant_method") or "unknown")
+    return None
+
+
 @dataclass(frozen=True)
 class Configuration:
     """A model as one engine serves it. `hf_config` is the HF config.json, whole.
@@ -83,6 +100,12 @@ class Configuration:
     def digest(self) -> str:
         names = [n for n in self.__dataclass_fields__ if n != "facts"]
         return digest([getattr(self, name) for name in names])
+
+    @property
+    def quantization(self) -> str:
+        """How the weights are quantised: by the engine, or as their checkpoint has them; "none"."""
+        by_engine = self.hf_config.get(ENGINE_QUANTIZATION)
+        return str(by_engine or checkpoint_quantization(self.hf_config) or "none")
 
     @property
     def layers_run(self) -> int:

@@ -52,6 +52,8 @@ class ServingOptions:
     layers: int | None = None  # None: all
     tensor_parallel: int = 1
     dtype: str | None = None
+    kv_cache_dtype: str | None = None
+    quantization: str | None = None  # of the weights, by the engine
     block_size: int | None = None
     threads: int | None = None  # of a CPU engine
     eager: bool = False  # True: no compilation and no CUDA graphs

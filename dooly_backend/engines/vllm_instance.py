@@ -9,7 +9,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from dooly_backend.config import RunOptions
-from dooly_backend.database.records import Configuration, KvCapacity
+from dooly_backend.database.records import ENGINE_QUANTIZATION, Configuration, KvCapacity
 from dooly_backend.engines.base import Engine, MoeLayer, Routing
 from dooly_backend.engines.environment import environment_of, package_version
 from dooly_backend.engines.layers import layer_kinds, layers_represented
@@ -181,7 +181,8 @@ class VllmInstance(Engine):
             model=options.model.name,
             # Stages run different layers: they must not be taken for one another.
             hf_config=dict(options.model.hf_config)
-            | ({"dooly_rank": identity} if identity else {}),
+            | ({"dooly_rank": identity} if identity else {})
+            | ({ENGINE_QUANTIZATION: options.quantization} if options.quantization else {}),
             engine="vllm",
             backend="+".join(sorted(backends)) or "none",
             dtype=str(model_config.dtype).removeprefix("torch."),

@@ -144,6 +144,8 @@ def _given(options: ServingOptions) -> dict[str, Any]:
     values = {
         "attention_backend": backend,
         "dtype": options.dtype,
+        "kv_cache_dtype": options.kv_cache_dtype,
+        "quantization": options.quantization,
         "block_size": options.block_size,
         "max_num_seqs": options.max_num_seqs,
         "max_num_batched_tokens": options.max_num_batched_tokens,
@@ -193,6 +195,8 @@ def _settings(config: Any) -> Mapping[str, Any]:
     backend = getattr(getattr(config, "attention_config", None), "backend", None)
     return {
         "dtype": str(config.model_config.dtype).removeprefix("torch."),
+        "kv_cache_dtype": str(config.cache_config.cache_dtype),
+        "quantization": config.model_config.quantization,
         "eager": bool(config.model_config.enforce_eager),
         "backend": getattr(backend, "name", None),
         "tensor_parallel": int(config.parallel_config.tensor_parallel_size),

@@ -133,6 +133,8 @@ def _arguments(
     }
     if options.execution_mode != "eager" and not options.compiled:
         arguments["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+    if options.quantization:
+        arguments["quantization"] = options.quantization
     if options.dtype:
         arguments["dtype"] = options.dtype
     if options.block_size:

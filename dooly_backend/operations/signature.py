@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from enum import Enum
 from typing import Any
 
 from dooly_backend.database.records import Signature, canonical_json
@@ -123,7 +124,33 @@ def attributes(module: Any, path: str) -> dict[str, Any]:
             "class": type(implementation).__name__,
             **_primitives(vars(implementation), path),
         }
+    elif (quantization := _quantization(module, path)) is not None:
+        found["quantization"] = quantization
     return found
+
+
+def _quantization(module: Any, path: str) -> dict[str, Any] | None:
+    """How the weights of a module are quantised; None where they are not.
+
+    Kernels that bypass the dispatcher (Triton's of a mixture of experts) show neither the
+    method nor the number formats of weights and scales.
+    """
+    method = getattr(module, "quant_method", None)
+    method = getattr(method, "old_quant_method", method)  # what vLLM's modular MoE method wraps
+    if method is None or type(method).__name__.startswith("Unquantized"):
+        return None
+    kinds = {n: v.value for n, v in sorted(vars(method).items()) if isinstance(v, Enum)}
+    scheme = getattr(module, "scheme", None)
+    return {
+        "class": type(method).__name__,
+        **_primitives(vars(method), path),
+        **_primitives(kinds, path),
+        **({} if scheme is None else {"scheme": type(scheme).__name__}),
+        "parameters": {
+            name: str(parameter.dtype).removeprefix("torch.")
+            for name, parameter in sorted(module.named_parameters(recurse=False))
+        },
+    }
 
 
 def _primitives(values: Mapping[str, Any], path: str) -> dict[str, Any]:

@@ -14,10 +14,9 @@ _DIGEST_SHOWN = 12
 _DIGEST_SHORTEST = 6  # hex digits that select by digest
 
 # What tells two configurations of one model apart, besides the contents of its config.
-TELLING = tuple(
-    field.name
-    for field in fields(Configuration)
-    if field.name not in ("model", "hf_config", "facts")
+TELLING = (
+    *(f.name for f in fields(Configuration) if f.name not in ("model", "hf_config", "facts")),
+    "quantization",
 )
 
 
@@ -137,6 +136,7 @@ _FLAGS = {
     "backend": "--backend",
     "dtype": "--dtype",
     "kv_cache_dtype": "--kv-cache-dtype",
+    "quantization": "--quantization",
     "block_size": "--block-size",
     "tensor_parallel": "--tp",
     "pipeline_parallel": "--pp",
@@ -149,8 +149,15 @@ def _profile_command(
 ) -> str:
     """What measures what is asked for."""
     models = _unique(configuration.model for configuration in named.values())
-    options = [f"{_FLAGS[name]} {value}" for name, value in wanted.items() if name in _FLAGS]
-    return " ".join(["dooly profile", *models, *options, f"--db {database.path}"])
+    return " ".join(["dooly profile", *models, *profile_options(wanted), f"--db {database.path}"])
+
+
+def profile_options(wanted: Mapping[str, Any]) -> list[str]:
+    """Words of a command line that make `dooly profile` measure what these filters select."""
+    asked = {n: v for n, v in wanted.items() if v is not None and n in _FLAGS}
+    if asked.get("quantization") == "none":
+        del asked["quantization"]
+    return [word for name, value in asked.items() for word in (_FLAGS[name], str(value))]
 
 
 def is_called(configuration: Configuration, name: str) -> bool:

@@ -73,6 +73,8 @@ def _blocks(configuration: Configuration, gib: float | None, capacity: KvCapacit
 def kv_blocks(configuration: Configuration, gib: float) -> int:
     """Blocks of all layers that `gib` GiB hold on one rank, heads shared among its peers."""
     one = token_bytes(configuration.hf_config, configuration.layers_run) * configuration.block_size
+    if configuration.kv_cache_dtype.startswith("fp8"):
+        one //= 2
     blocks = int(gib * GIB) * configuration.tensor_parallel // one
     if blocks < 2:
         raise InputError(

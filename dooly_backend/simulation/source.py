@@ -70,6 +70,8 @@ class Source:
             "model": self.configuration.model,
             "backend": self.configuration.backend,
             "dtype": self.configuration.dtype,
+            "kv_cache_dtype": self.configuration.kv_cache_dtype,
+            "quantization": self.configuration.quantization,
             "tensor_parallel": self.configuration.tensor_parallel,
             "execution_mode": self.configuration.execution_mode,
             "engine": f"{self.environment.engine} {self.environment.engine_version}",

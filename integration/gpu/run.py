@@ -3,6 +3,9 @@
     python -m integration.gpu.run --db h200.db --out results --budget 540 \
         meta-llama/Llama-3.1-8B:FLASH_ATTN meta-llama/Llama-3.1-8B:FLASHINFER ...
 
+A configuration may go on with an execution mode and a precision:
+meta-llama/Llama-3.1-8B:FLASH_ATTN:eager:fp8+kv-fp8.
+
 Every configuration runs in a process of its own, so that one that fails or
 hangs costs only itself. What was timed is in the database at once; a second
 call measures what is missing. With --additivity the live forward pass is
@@ -34,7 +37,9 @@ def cli() -> None:
 
 
 @cli.command(name="all")
-@click.argument("configurations", nargs=-1, required=True, metavar="MODEL:BACKEND[:MODE]...")
+@click.argument(
+    "configurations", nargs=-1, required=True, metavar="MODEL:BACKEND[:MODE[:PRECISION]]..."
+)
 @click.option("--db", required=True, type=click.Path(path_type=Path))
 @click.option("--out", required=True, type=click.Path(path_type=Path))
 @click.option("--budget", default=540.0, show_default=True, help="Seconds for everything.")
@@ -90,6 +95,7 @@ def run_all(
 @click.argument("model")
 @click.argument("backend")
 @click.argument("mode", default="eager")
+@click.argument("precision", default="")
 @click.option("--db", required=True, type=click.Path(path_type=Path))
 @click.option("--out", required=True, type=click.Path(path_type=Path))
 @click.option("--sweep", default=["gpu"], show_default=True, multiple=True, help="In turn.")
@@ -102,12 +108,17 @@ def run_one(
     db: Path,
     out: Path,
     mode: Any,
+    precision: str,
     sweep: tuple[str, ...],
     additivity: bool,
     layers: int,
     wait: bool,
 ) -> None:
-    """Profile MODEL with BACKEND."""
+    """Profile MODEL with BACKEND.
+
+    PRECISION is how the weights are quantised and, behind kv-, the KV cache: fp8, kv-fp8,
+    or both: fp8+kv-fp8.
+    """
     from rich.console import Console
 
     from dooly_backend.config import RunOptions, load_model, load_sweep
@@ -122,6 +133,7 @@ def run_one(
         execution_mode=mode,
         max_num_seqs=256,
         max_num_batched_tokens=8192,
+        **precision_options(precision),
     )
     with running_engine(options) as engine, ExitStack() as stack:
         if wait:
@@ -130,16 +142,31 @@ def run_one(
         for name in sweep:
             with progress_bar(options.model.name) as progress:
                 result = profile(engine, database, load_sweep(name), progress=progress)
-            click.echo(json.dumps({"sweep": name, "mode": mode, **summary(result, backend)}))
+            ran = {"sweep": name, "mode": mode, "precision": precision}
+            click.echo(json.dumps({**ran, **summary(result, backend)}))
         if additivity:
             on_gpu = engine.environment.device_kind == "cuda"
             rows = measure_rows(
                 engine, result.trace, result.runnable, GPU_BATCHES if on_gpu else BATCHES
             )
-            name = f"{options.model.name.rpartition('/')[2]}-{backend}-{mode}"
+            parts = [options.model.name.rpartition("/")[2], backend, mode, precision]
+            name = "-".join(part for part in parts if part)
             write(rows, out / f"additivity-{name}.csv")
             title = f"{name}, {layers} layers, {engine.environment.device}; microseconds"
             Console(width=110).print(show(rows, title))
+
+
+def precision_options(text: str) -> dict[str, str]:
+    """Fields of `RunOptions` for "fp8+kv-fp8": weights in fp8, KV cache in fp8."""
+    words = [word for word in text.split("+") if word]
+    caches = [word.removeprefix("kv-") for word in words if word.startswith("kv-")]
+    weights = [word for word in words if not word.startswith("kv-")]
+    if len(caches) > 1 or len(weights) > 1:
+        raise click.BadParameter(f"{text!r} names two formats of one thing: write fp8+kv-fp8")
+    return {
+        **({"quantization": weights[0]} if weights else {}),
+        **({"kv_cache_dtype": caches[0]} if caches else {}),
+    }
 
 
 def summary(result: Any, backend: str) -> dict[str, Any]:
