@@ -23,7 +23,7 @@ from tests.test_simulate_command import MEASURED
 LIMITS = ServingLimits(64, 256, 4096, 5000, 16)
 GRAPHS = Execution("FULL_AND_PIECEWISE", (1, 2, 4, 8, 16, 32, 64, 128), 64)
 TRUE = HostCost(
-    serial=Affine(150.0, 2.0),
+    serial=Affine(1500.0, 20.0),
     launch={Mode.EAGER: Affine(20_000.0), Mode.PIECEWISE: Affine(4_000.0)},
     host=Affine(400.0, 10.0),
     output=Affine(30.0, 5.0),

@@ -41,6 +41,7 @@ import click
 @click.option("--by-step", is_flag=True, help="arrival_s counts steps: a run without a clock.")
 @click.option("--warm-up/--no-warm-up", default=True, show_default=True)
 @click.option("--repeats", default=1, show_default=True, help="Runs of each workload.")
+@click.option("--wait", is_flag=True, help="Start the engine, then wait for a line on stdin.")
 def main(
     model: str,
     workloads: tuple[str, ...],
@@ -49,6 +50,7 @@ def main(
     by_step: bool,
     warm_up: bool,
     repeats: int,
+    wait: bool,
     tp: int,
     prefix_caching: bool | None,
     chunked_prefill: bool | None,
@@ -61,6 +63,7 @@ def main(
     from dooly_backend.simulation import live
     from dooly_backend.simulation.run_file import save_run
     from dooly_backend.simulation.workload import load_workload
+    from integration.gpu.workers import ready
 
     options = ServingOptions(
         model=load_model(model),
@@ -76,6 +79,8 @@ def main(
     began = time.monotonic()
     with boot_server(options) as server:
         click.echo(f"booted in {time.monotonic() - began:.0f} s: {server.limits}", err=True)
+        if wait:
+            ready()
         if warm_up:
             began = time.monotonic()
             for workload in described:
