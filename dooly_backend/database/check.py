@@ -239,6 +239,24 @@ def steps(connection: sqlite3.Connection) -> Iterator[str]:
         yield from _differing(where, row, columns, exempt=("live_us", "measured_at"))
 
 
+def stream_steps(connection: sqlite3.Connection) -> Iterator[str]:
+    """Statistics of steps in a row, and of the host's part of them, are those of the samples."""
+    tables: tuple[tuple[str, Callable[[sqlite3.Row], rows.Columns]], ...] = (
+        ("stream_step", lambda row: rows.stream_step_columns(rows.stream_step_of(row))),
+        ("host_step", lambda row: rows.host_step_columns(rows.host_step_of(row))),
+    )
+    for table, columns_of in tables:
+        for row in connection.execute(f"SELECT * FROM {table}"):
+            where = f"{table} {row['batch' if table == 'stream_step' else 'num_reqs']}"
+            try:
+                columns = columns_of(row)
+            except (ValueError, TypeError, InputError) as error:
+                yield f"{where} cannot be read: {error}"
+                continue
+            samples = [name for name, value in columns.items() if str(value).startswith("[")]
+            yield from _differing(where, row, columns, exempt=(*samples, "measured_at"))
+
+
 CHECKS: tuple[Check, ...] = (
     foreign_keys,
     signatures,
@@ -249,6 +267,7 @@ CHECKS: tuple[Check, ...] = (
     doubled,
     graphs,
     steps,
+    stream_steps,
 )
 
 

@@ -90,6 +90,13 @@ def _of_steps(body: Body) -> tuple[Any, ...]:
     return (len(body.of("step_cost")), len(steps), latest)
 
 
+def _of_stream(body: Body) -> tuple[Any, ...]:
+    """As `_of_steps`: fitted before not, then more steps, then the later."""
+    steps = body.of("stream_step")
+    latest = max((row["measured_at"] for row in steps), default="")
+    return (bool(body.of("stream_cost")), len(steps), len(body.of("host_step")), latest)
+
+
 def _latest_end(body: Body) -> tuple[Any, ...]:
     """Of two states of one run, the later."""
     return (max(row["ended_at"] for rows in body.rows.values() for row in rows),)
@@ -107,6 +114,7 @@ UNITS = (
     Unit("call graph", ("occurrence",), _PLACE_KEY),
     Unit("point", ("measurement", "inherited", "skipped_point"), _POINT_KEY, _of_point),
     Unit("steps", ("step_measurement", "step_cost"), _PLACE_KEY, _of_steps),
+    Unit("steps in a row", ("stream_step", "host_step", "stream_cost"), _PLACE_KEY, _of_stream),
     Unit("runs", ("run_conditions",), (*_PLACE_KEY, "started_at"), _latest_end),
     Unit("KV capacity", ("kv_capacity",), _PLACE_KEY, _earliest("recorded_at")),
 )

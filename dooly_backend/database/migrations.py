@@ -19,6 +19,7 @@ from dooly_backend.database.schema_changes import (
     INHERITED,
     KV_CAPACITY,
     RUN_CONDITIONS,
+    STREAM_STEPS,
     WORKERS,
 )
 
@@ -85,6 +86,13 @@ def m006_collectives(db: sqlite_utils.Database) -> None:
 def m007_inherited(db: sqlite_utils.Database) -> None:
     """Measurements that an environment takes over from another one."""
     for statement in INHERITED:
+        db.execute(statement)
+
+
+@MIGRATIONS()
+def m008_stream_steps(db: sqlite_utils.Database) -> None:
+    """Steps as the engine runs them by default, and what they cost beyond their operations."""
+    for statement in STREAM_STEPS:
         db.execute(statement)
 
 

@@ -20,7 +20,9 @@ from dooly_backend.errors import InputError
 if TYPE_CHECKING:
     import pyarrow
 
-_SAMPLES = ("samples_us", "live_us")
+_SAMPLES = (
+    "samples_us", "live_us", "interval_us", "launch_us", "schedule_us", "output_us",
+)  # fmt: skip
 _INTEGERS = ("layers",)
 #: The view `latency`, with the samples.
 _LATENCY = """\

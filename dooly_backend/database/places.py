@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from dooly_backend.database import rows
-from dooly_backend.database.records import KvCapacity, RunConditions, StepCost, StepMeasurement
+from dooly_backend.database.records import (
+    HostStep,
+    KvCapacity,
+    PartCost,
+    RunConditions,
+    StepCost,
+    StepMeasurement,
+    StreamStep,
+)
 from dooly_backend.database.rows import insertion
 from dooly_backend.database.session import Session
 
@@ -44,6 +54,46 @@ class PlaceStore(Session):
         with self.writing():
             self._delete("step_cost", key)
             self._execute(insertion("step_cost", columns), columns)
+
+    def record_stream_step(
+        self, configuration_id: int, environment_id: int, step: StreamStep
+    ) -> bool:
+        """Store a step in a row; false where the same batch and layers are known.
+
+        Raises InputError for samples that are no times.
+        """
+        place = {"configuration_id": configuration_id, "environment_id": environment_id}
+        columns = place | rows.stream_step_columns(step)
+        key = "(configuration_id, environment_id, batch, num_layers)"
+        with self.writing():
+            found = self._execute(insertion("stream_step", columns, f"{key} DO NOTHING"), columns)
+            return found.rowcount > 0
+
+    def record_host_step(self, configuration_id: int, environment_id: int, step: HostStep) -> None:
+        """Store the host's part of a step, in place of an earlier one of as many requests.
+
+        Raises InputError for samples that are no times.
+        """
+        key = {
+            "configuration_id": configuration_id,
+            "environment_id": environment_id,
+            "num_reqs": step.num_reqs,
+        }
+        columns = key | rows.host_step_columns(step)
+        with self.writing():
+            self._delete("host_step", key)
+            self._execute(insertion("host_step", columns), columns)
+
+    def set_stream_cost(
+        self, configuration_id: int, environment_id: int, costs: Sequence[PartCost]
+    ) -> None:
+        """Store what was fitted to steps in a row, in place of an earlier fit."""
+        key = {"configuration_id": configuration_id, "environment_id": environment_id}
+        with self.writing():
+            self._delete("stream_cost", key)
+            for cost in costs:
+                columns = key | rows.part_cost_columns(cost)
+                self._execute(insertion("stream_cost", columns), columns)
 
     def record_run(self, configuration_id: int, environment_id: int, run: RunConditions) -> None:
         """Store how device and host were during a run, in place of an earlier state of it."""
@@ -87,6 +137,31 @@ class PlaceStore(Session):
                 (configuration_id, environment_id),
             ).fetchone()
             return row and rows.step_cost_of(row)
+
+    def stream_steps(self, configuration_id: int, environment_id: int) -> list[StreamStep]:
+        """The steps in a row of a configuration in one environment."""
+        found = self._of_place("stream_step", configuration_id, environment_id, "num_layers, rowid")
+        return [rows.stream_step_of(row) for row in found]
+
+    def host_steps(self, configuration_id: int, environment_id: int) -> list[HostStep]:
+        """The host's part of steps, few requests first."""
+        found = self._of_place("host_step", configuration_id, environment_id, "num_reqs")
+        return [rows.host_step_of(row) for row in found]
+
+    def stream_cost(self, configuration_id: int, environment_id: int) -> tuple[PartCost, ...]:
+        """What was fitted to steps in a row; nothing before a fit."""
+        found = self._of_place("stream_cost", configuration_id, environment_id, "mode, part")
+        return tuple(rows.part_cost_of(row) for row in found)
+
+    def _of_place(
+        self, table: str, configuration_id: int, environment_id: int, order: str
+    ) -> list[rows.Row]:
+        with self.reading():
+            return self._execute(
+                f"SELECT * FROM {table} WHERE configuration_id = ? AND environment_id = ?"
+                f" ORDER BY {order}",
+                (configuration_id, environment_id),
+            ).fetchall()
 
     def runs(self, configuration_id: int, environment_id: int) -> list[RunConditions]:
         """The runs that measured a configuration in one environment, oldest first."""

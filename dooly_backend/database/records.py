@@ -209,6 +209,68 @@ class StepMeasurement:
     operations_us: float
 
 
+#: How an engine runs a step: operation by operation, as pieces of CUDA graphs, as one graph.
+StepMode = Literal["eager", "piecewise", "full"]
+
+
+@dataclass(frozen=True)
+class StreamStep:
+    """A step as the engine runs it by default, one of many equal ones in a row.
+
+    `interval_us` are the times between the tokens of one step and those of the
+    next, `launch_us` what the host needed to launch each: the longer of the
+    two decides. `padded_tokens` are the tokens with the padding of the graph.
+    """
+
+    batch: Batch
+    num_layers: int
+    mode: StepMode
+    padded_tokens: int
+    interval_us: tuple[float, ...]
+    launch_us: tuple[float, ...]
+
+    @cached_property
+    def median_us(self) -> float:
+        return statistics.median(self.interval_us)
+
+    @cached_property
+    def launch_median_us(self) -> float:
+        return statistics.median(self.launch_us)
+
+
+@dataclass(frozen=True)
+class HostStep:
+    """What the engine's core does on the host for a step in which `num_reqs` requests decode.
+
+    `schedule_us` before the step is launched, `output_us` after its tokens are out.
+    """
+
+    num_reqs: int
+    schedule_us: tuple[float, ...]
+    output_us: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class PartCost:
+    """One part of a step: what it takes beside `share` of the sum of the operations.
+
+    `part` is "device" (what the device takes), "launch", or, in the mode "any",
+    "schedule" and "output" (`HostStep`). `mape` and `worst` are percent: each
+    batch predicted by a fit to the others.
+    """
+
+    mode: StepMode | Literal["any"]
+    part: Literal["device", "launch", "schedule", "output"]
+    share: float = 0.0
+    step_us: float = 0.0
+    layer_us: float = 0.0
+    request_us: float = 0.0
+    token_us: float = 0.0
+    steps: int = 0
+    mape: float = 0.0
+    worst: float = 0.0
+
+
 @dataclass(frozen=True)
 class ClockStep:
     """One of many steps in a row, as the device ran it: how its clock gives way under load.

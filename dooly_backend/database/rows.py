@@ -13,15 +13,18 @@ from typing import Any
 from dooly_backend.database.records import (
     Configuration,
     Environment,
+    HostStep,
     KvCapacity,
     KvGroup,
     Measurement,
     Occurrence,
+    PartCost,
     RunConditions,
     Signature,
     SkippedPoint,
     StepCost,
     StepMeasurement,
+    StreamStep,
 )
 from dooly_backend.errors import InputError
 from dooly_backend.workload import Batch, WorkloadPoint
@@ -223,6 +226,63 @@ def step_cost_of(row: Row) -> StepCost:
     return StepCost(row["step_us"], row["layer_us"], row["request_us"])
 
 
+def stream_step_columns(step: StreamStep) -> Columns:
+    """Raises InputError when the samples are no times."""
+    intervals = _times(step.interval_us, f"step {step.batch.key}")
+    launches = _times(step.launch_us, f"step {step.batch.key}")
+    low, middle, high = _quartiles(intervals)
+    return {
+        "batch": step.batch.key,
+        "num_layers": step.num_layers,
+        "mode": step.mode,
+        "padded_tokens": step.padded_tokens,
+        "interval_us": json.dumps(intervals),
+        "launch_us": json.dumps(launches),
+        "interval_p25_us": low,
+        "interval_median_us": middle,
+        "interval_p75_us": high,
+        "launch_median_us": statistics.median(launches),
+        "measured_at": now(),
+    }
+
+
+def stream_step_of(row: Row) -> StreamStep:
+    return StreamStep(
+        batch=Batch.parse(row["batch"]),
+        num_layers=row["num_layers"],
+        mode=row["mode"],
+        padded_tokens=row["padded_tokens"],
+        interval_us=_floats(row["interval_us"]),
+        launch_us=_floats(row["launch_us"]),
+    )
+
+
+def host_step_columns(step: HostStep) -> Columns:
+    """Raises InputError when the samples are no times."""
+    what = f"the host's step of {step.num_reqs} requests"
+    schedule, output = _times(step.schedule_us, what), _times(step.output_us, what)
+    return {
+        "num_reqs": step.num_reqs,
+        "schedule_us": json.dumps(schedule),
+        "output_us": json.dumps(output),
+        "schedule_median_us": statistics.median(schedule),
+        "output_median_us": statistics.median(output),
+        "measured_at": now(),
+    }
+
+
+def host_step_of(row: Row) -> HostStep:
+    return HostStep(row["num_reqs"], _floats(row["schedule_us"]), _floats(row["output_us"]))
+
+
+def part_cost_columns(cost: PartCost) -> Columns:
+    return asdict(cost) | {"fitted_at": now()}
+
+
+def part_cost_of(row: Row) -> PartCost:
+    return PartCost(**{field.name: row[field.name] for field in fields(PartCost)})
+
+
 def run_columns(run: RunConditions) -> Columns:
     return {
         "started_at": run.started_at,
@@ -246,6 +306,17 @@ def kv_capacity_of(row: Row) -> KvCapacity:
     names = [field.name for field in fields(KvCapacity) if field.name != "groups"]
     groups = tuple(KvGroup(**group) for group in json.loads(row["groups"]))
     return KvCapacity(groups=groups, **{name: row[name] for name in names})
+
+
+def _floats(text: str) -> tuple[float, ...]:
+    return tuple(float(sample) for sample in json.loads(text))
+
+
+def _quartiles(times: tuple[float, ...]) -> tuple[float, float, float]:
+    if len(times) == 1:
+        return (times[0],) * 3
+    low, _, high = statistics.quantiles(times, n=4, method="inclusive")
+    return low, statistics.median(times), high
 
 
 def _times(samples: tuple[float, ...], what: str) -> tuple[float, ...]:

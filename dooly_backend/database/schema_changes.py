@@ -182,3 +182,59 @@ JOIN environment AS e ON e.id = m.environment_id
 LEFT JOIN inherited AS i ON i.signature = m.signature
     AND i.environment_id = m.environment_id AND i.point_id = m.point_id""",
 )
+
+STREAM_STEPS: tuple[str, ...] = (
+    """\
+CREATE TABLE stream_step (
+    -- A step as the engine runs it by default (compiled code, CUDA graphs), one of many equal
+    -- ones in a row, each launched before the tokens of the one before it are waited for.
+    configuration_id   INTEGER NOT NULL REFERENCES configuration (id) ON DELETE CASCADE,
+    environment_id     INTEGER NOT NULL REFERENCES environment (id),
+    batch              TEXT NOT NULL,                                  -- '2x128+0,8x1+1024'
+    num_layers         INTEGER NOT NULL CHECK (num_layers >= 1),       -- that the engine had
+    mode               TEXT NOT NULL CHECK (mode IN ('eager', 'piecewise', 'full')),
+    padded_tokens      INTEGER NOT NULL CHECK (padded_tokens >= 1),    -- with the graph's padding
+    interval_us        TEXT NOT NULL CHECK (interval_us LIKE '[%]'),   -- JSON: tokens to tokens
+    launch_us          TEXT NOT NULL CHECK (launch_us LIKE '[%]'),     -- JSON: the host's launching
+    interval_p25_us    REAL NOT NULL CHECK (interval_p25_us >= 0),
+    interval_median_us REAL NOT NULL CHECK (interval_median_us >= 0),
+    interval_p75_us    REAL NOT NULL CHECK (interval_p75_us >= 0),
+    launch_median_us   REAL NOT NULL CHECK (launch_median_us >= 0),
+    measured_at        TEXT NOT NULL,                                  -- UTC, ISO 8601
+    PRIMARY KEY (configuration_id, environment_id, batch, num_layers)
+)""",
+    """\
+CREATE TABLE host_step (
+    -- What the engine's core does on the host for a step, beside launching it: the scheduler
+    -- before, the processing of the tokens afterwards. Measured with an executor that computes
+    -- nothing, for steps in which so many requests decode.
+    configuration_id   INTEGER NOT NULL REFERENCES configuration (id) ON DELETE CASCADE,
+    environment_id     INTEGER NOT NULL REFERENCES environment (id),
+    num_reqs           INTEGER NOT NULL CHECK (num_reqs >= 1),
+    schedule_us        TEXT NOT NULL CHECK (schedule_us LIKE '[%]'),   -- JSON: samples
+    output_us          TEXT NOT NULL CHECK (output_us LIKE '[%]'),     -- JSON: samples
+    schedule_median_us REAL NOT NULL CHECK (schedule_median_us >= 0),
+    output_median_us   REAL NOT NULL CHECK (output_median_us >= 0),
+    measured_at        TEXT NOT NULL,                                  -- UTC, ISO 8601
+    PRIMARY KEY (configuration_id, environment_id, num_reqs)
+)""",
+    """\
+CREATE TABLE stream_cost (
+    -- What is fitted to stream_step and host_step: a part of a step takes
+    -- share * operations + step_us + layer_us * layers + request_us * requests + token_us * tokens
+    configuration_id INTEGER NOT NULL REFERENCES configuration (id) ON DELETE CASCADE,
+    environment_id   INTEGER NOT NULL REFERENCES environment (id),
+    mode             TEXT NOT NULL CHECK (mode IN ('eager', 'piecewise', 'full', 'any')),
+    part             TEXT NOT NULL CHECK (part IN ('device', 'launch', 'schedule', 'output')),
+    share            REAL NOT NULL,     -- of the sum of the operations; 0 but for 'device'
+    step_us          REAL NOT NULL,
+    layer_us         REAL NOT NULL,
+    request_us       REAL NOT NULL,
+    token_us         REAL NOT NULL,     -- per new token, padding left out
+    steps            INTEGER NOT NULL,  -- that it was fitted to
+    mape             REAL NOT NULL,     -- percent: each batch predicted by a fit to the others
+    worst            REAL NOT NULL,     -- percent
+    fitted_at        TEXT NOT NULL,     -- UTC, ISO 8601
+    PRIMARY KEY (configuration_id, environment_id, mode, part)
+)""",
+)

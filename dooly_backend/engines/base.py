@@ -140,6 +140,14 @@ class Engine(ABC):
         return device_identity()
 
     @property
+    def graphs(self) -> Mapping[str, Any]:
+        """The CUDA graphs that steps replay: `cudagraph_mode` and `cudagraph_capture_sizes`.
+
+        Empty where every step is launched operation by operation.
+        """
+        return {}
+
+    @property
     def moe(self) -> Mapping[str, MoeLayer]:
         """The mixture-of-experts layers by path; none for a dense model."""
         return {}

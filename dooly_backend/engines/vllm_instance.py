@@ -18,7 +18,7 @@ from dooly_backend.engines.vllm_boot import BODIES, sample_by_module
 from dooly_backend.engines.vllm_capacity import kv_capacity
 from dooly_backend.engines.vllm_configs import completed
 from dooly_backend.engines.vllm_moe import moe_layers, routed
-from dooly_backend.engines.vllm_start import Started
+from dooly_backend.engines.vllm_start import Started, graphs_of
 from dooly_backend.engines.vllm_steps import StepBuilder
 from dooly_backend.workload import Batch, Request
 
@@ -32,6 +32,7 @@ class VllmInstance(Engine):
         self._runner = started.core.model_executor.driver_worker.worker.model_runner
         sample_by_module(self._runner)
         self._undo = ExitStack()
+        self._compiled = options.compiled and options.execution_mode != "eager"
         self.stage = started.stage
         self.num_layers = started.layers
         self.max_model_len = int(config.model_config.max_model_len)
@@ -205,6 +206,13 @@ class VllmInstance(Engine):
                 "stage_layers": [self.stage.start, self.stage.stop],
             },
         )
+
+    @property
+    def graphs(self) -> Mapping[str, Any]:
+        if not self._compiled:  # they are there, perhaps, and never replayed (vllm_start)
+            return {}
+        found = graphs_of(self._core.vllm_config)
+        return found if found["cudagraph_mode"] not in (None, "NONE") else {}
 
     def kv_capacity(self) -> KvCapacity:
         most = min(self.max_num_tokens, self.max_num_reqs * self.max_request_len)

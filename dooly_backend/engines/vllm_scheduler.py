@@ -105,6 +105,11 @@ class EngineScheduler:
             self.close()
             raise InputError(f"vLLM makes {self.limits} of {limits}: choose limits that it takes")
 
+    @property
+    def core(self) -> Any:
+        """VLLM's EngineCore, whose executor computes nothing."""
+        return self._core
+
     def run(self, arrivals: Arrivals, timer: StepTimer, clock: ClockResponse | None = None) -> Run:
         """Schedule the requests as they come, until all have ended; `clock` is the device's.
 

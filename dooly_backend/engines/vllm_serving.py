@@ -28,6 +28,7 @@ from dooly_backend.engines.vllm_boot import (
 )
 from dooly_backend.engines.vllm_configs import completed, register_config
 from dooly_backend.engines.vllm_drive import Journal, WallClock, drive, vllm_request
+from dooly_backend.engines.vllm_start import graphs_of
 from dooly_backend.errors import DoolyError, EngineError
 from dooly_backend.simulation.records import Run, ServingLimits
 
@@ -191,7 +192,6 @@ def _device() -> str:
 
 def _settings(config: Any) -> Mapping[str, Any]:
     """Settings that decide how fast a step is, as vLLM has set them."""
-    compilation = config.compilation_config
     backend = getattr(getattr(config, "attention_config", None), "backend", None)
     return {
         "dtype": str(config.model_config.dtype).removeprefix("torch."),
@@ -200,7 +200,6 @@ def _settings(config: Any) -> Mapping[str, Any]:
         "eager": bool(config.model_config.enforce_eager),
         "backend": getattr(backend, "name", None),
         "tensor_parallel": int(config.parallel_config.tensor_parallel_size),
-        "cudagraph_mode": getattr(compilation.cudagraph_mode, "name", None),
-        "cudagraph_capture_sizes": list(compilation.cudagraph_capture_sizes or ()),
+        **graphs_of(config),
         "v2_model_runner": bool(getattr(config, "use_v2_model_runner", False)),
     }

@@ -88,6 +88,15 @@ def start(options: RunOptions) -> Started:
         return Started(core, stage, layers, undo.pop_all())
 
 
+def graphs_of(config: Any) -> dict[str, Any]:
+    """The mode of CUDA graphs of a booted engine, by its name, and the sizes that are captured."""
+    compilation = config.compilation_config
+    return {
+        "cudagraph_mode": getattr(compilation.cudagraph_mode, "name", None),
+        "cudagraph_capture_sizes": list(compilation.cudagraph_capture_sizes or ()),
+    }
+
+
 def never_replay(runner: Any) -> None:
     """Let the runner prepare every step as for a CUDA graph, and launch its kernels itself.
 

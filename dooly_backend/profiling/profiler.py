@@ -9,8 +9,6 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 
-import torch
-
 from dooly_backend.config import AdaptiveSweep, Grid
 from dooly_backend.database import Database
 from dooly_backend.database.records import RunConditions, Signature
@@ -34,6 +32,7 @@ from dooly_backend.profiling.measure import (
     WorkloadPointKey,
     measure,
 )
+from dooly_backend.profiling.memory import is_out_of_memory
 from dooly_backend.profiling.progress import Progress, Silent
 from dooly_backend.profiling.reuse import Reused, reused
 from dooly_backend.profiling.rounds import Work, doubted_work, next_work
@@ -297,13 +296,6 @@ def measure_batch(
         if not is_out_of_memory(error):
             raise
         return f"out of memory: {(str(error).splitlines() or [repr(error)])[0]}"
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the host or the device has no room; a CPU's torch says so in words only."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and "allocate memory" in str(error)
 
 
 def subject_of(

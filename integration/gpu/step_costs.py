@@ -1,0 +1,218 @@
+"""Measure what steps cost at the engine's defaults, for several configurations, within a budget.
+
+    python -m integration.gpu.step_costs run --db h200.db --out results --budget 540 \
+        meta-llama/Llama-3.1-8B:FLASH_ATTN:full_graph Qwen/Qwen3-30B-A3B:FLASH_ATTN:full_graph
+
+Each configuration must have been profiled into the database (`integration.gpu.run`),
+which says how much memory an engine takes. Every depth of every configuration is
+an engine in a process of its own; as many start together as the device holds,
+and they measure in turn: whole steps for the fit into the database, those of
+`integration.gpu.steps` (held out) into ``OUT/steps-MODEL-BACKEND.jsonl``, then,
+without an engine, the scheduler's part. What is there already is not measured again.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from dooly_backend.config import RunOptions, load_model
+from dooly_backend.database import Database
+from dooly_backend.errors import InputError
+from dooly_backend.workload import Batch
+from integration.gpu.steps import BATCHES, rows
+from integration.gpu.workers import in_turn, ready
+
+_ROOM = 0.92  # of the device
+_LEAST_SECONDS = 60  # an engine takes about that long to start
+
+
+@dataclass(frozen=True)
+class Job:
+    """One engine: a configuration at a depth, and how much of the device it takes."""
+
+    configuration: str  # MODEL:BACKEND:MODE
+    depth: int
+    device_share: float
+
+
+@click.group()
+def cli() -> None:
+    """Measure what steps cost."""
+
+
+@cli.command(name="run")
+@click.argument("configurations", nargs=-1, required=True, metavar="MODEL:BACKEND[:MODE]...")
+@click.option("--db", required=True, type=click.Path(path_type=Path))
+@click.option("--out", required=True, type=click.Path(path_type=Path))
+@click.option("--budget", default=540.0, show_default=True, help="Seconds for everything.")
+@click.option(
+    "--depth",
+    "depths",
+    multiple=True,
+    type=int,
+    default=(4, 0),
+    show_default=True,
+    help="Layers, once for every depth; 0: as many as fit.",
+)
+@click.option("--held-out/--no-held-out", default=True, show_default=True)
+def run_all(
+    configurations: tuple[str, ...],
+    db: Path,
+    out: Path,
+    budget: float,
+    depths: tuple[int, ...],
+    held_out: bool,
+) -> None:
+    """Start the engines, wave after wave, and measure."""
+    end = time.monotonic() + budget
+    out.mkdir(parents=True, exist_ok=True)
+    with Database.open(db) as database:
+        jobs = [job for each in configurations for job in jobs_of(database, each, depths)]
+    failed = False
+    for wave in waves(jobs):
+        left = end - time.monotonic()
+        if left < _LEAST_SECONDS:
+            click.echo(f"{left:.0f} s left, not run: {', '.join(map(str, wave))}", err=True)
+            failed = True
+            continue
+        commands = [
+            ["integration.gpu.step_costs", "one", job.configuration, "--depth", str(job.depth)]
+            + ["--db", str(db), "--out", str(out)]
+            + ([] if held_out else ["--no-held-out"])
+            for job in wave
+        ]
+        for job, code in zip(wave, in_turn(commands, left), strict=True):
+            done = {"configuration": job.configuration, "layers": job.depth, "exit": code}
+            click.echo(json.dumps(done))
+            failed |= bool(code)
+    sys.exit(int(failed))
+
+
+def jobs_of(database: Database, configuration: str, depths: Sequence[int]) -> list[Job]:
+    """The engines that a configuration needs. Raises InputError where it was not profiled."""
+    from dooly_backend.profiling.stream import deepest, engine_bytes
+
+    model, backend, mode = parts_of(configuration)
+    named = load_model(model)
+    for i, known in database.configurations().items():
+        if (known.model, known.backend, known.execution_mode) != (named.name, backend, mode):
+            continue
+        for environment_id, environment in database.environments().items():
+            capacity = database.kv_capacity(i, environment_id)
+            if capacity is None:
+                continue
+            on_gpu = environment.device_kind == "cuda"
+            most = deepest(capacity, known, on_gpu)
+            chosen = sorted({min(depth or most, most) for depth in depths})
+            return [
+                Job(
+                    f"{model}:{backend}:{mode}",
+                    depth,
+                    engine_bytes(capacity, known, depth, on_gpu) / capacity.device_bytes,
+                )
+                for depth in chosen
+            ]
+    raise InputError(
+        f"{database.path} has no profile of {configuration}: run integration.gpu.run first"
+    )
+
+
+def waves(jobs: Iterable[Job]) -> list[list[Job]]:
+    """Jobs that fit into the device together, in their order."""
+    found: list[list[Job]] = []
+    taken = 1.0
+    for job in jobs:
+        if taken + job.device_share > _ROOM:
+            found.append([])
+            taken = 0.0
+        found[-1].append(job)
+        taken += job.device_share
+    return found
+
+
+def parts_of(configuration: str) -> tuple[str, str, Any]:
+    """Model, backend and mode of ``MODEL:BACKEND[:MODE]``."""
+    model, backend, *mode = configuration.split(":")
+    return model, backend, mode[0] if mode else "full_graph"
+
+
+@cli.command()
+@click.argument("configuration")
+@click.option("--db", required=True, type=click.Path(path_type=Path))
+@click.option("--out", required=True, type=click.Path(path_type=Path))
+@click.option("--depth", required=True, type=int)
+@click.option("--held-out/--no-held-out", default=True)
+@click.option("--max-num-seqs", default=256)
+@click.option("--max-num-batched-tokens", default=8192)
+def one(
+    configuration: str,
+    db: Path,
+    out: Path,
+    depth: int,
+    held_out: bool,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+) -> None:
+    """One engine: wait for its turn, then measure."""
+    from dooly_backend.engines import boot
+    from dooly_backend.profiling.host import measure_host
+    from dooly_backend.profiling.stream import measure_stream, place_of
+
+    model, backend, mode = parts_of(configuration)
+    options = RunOptions(
+        model=load_model(model),
+        backend=backend,
+        layers=depth,
+        execution_mode=mode,
+        compiled=mode != "eager",
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+    )
+    start = time.monotonic()
+    with Database.open(db, create=True) as database:
+        with boot(options) as engine:
+            click.echo(
+                f"{configuration}, {depth} layers: {time.monotonic() - start:.0f} s", err=True
+            )
+            ready()
+            start = time.monotonic()
+            done = measure_stream(engine, database)
+            ids = place_of(engine, database)
+            for batch, reason in done.reasons.items():
+                click.echo(f"{batch}: {reason}", err=True)
+            about = {"model": model, "backend": backend, "mode": mode, "layers": depth}
+            counts = {"known": done.known, "measured": done.measured}
+            if held_out:
+                name = f"steps-{model.rpartition('/')[2]}-{backend}.jsonl"
+                counts["held_out"] = _held_out(engine, out / name, about)
+        counts["host"] = measure_host(database, ids, max_num_seqs)
+        seconds = round(time.monotonic() - start, 1)
+        click.echo(json.dumps({**about, **counts, "seconds": seconds}))
+
+
+def _held_out(engine: Any, path: Path, about: Mapping[str, Any]) -> int:
+    """Measure `BATCHES` that the file lacks at this depth; how many."""
+    known = set()
+    if path.exists():
+        lines = map(json.loads, path.read_text().splitlines())
+        known = {row["batch"] for row in lines if about.items() <= row.items()}
+    missing: list[Batch] = [batch for batch in BATCHES if batch.key not in known]
+    count = 0
+    with path.open("a") as file:
+        for row in rows(engine, 20, batches=missing):
+            file.write(json.dumps({**about, "round": 0, **row}) + "\n")
+            file.flush()
+            count += 1
+    return count
+
+
+if __name__ == "__main__":
+    cli()

@@ -1,0 +1,126 @@
+"""Whole steps in a row, measured into the database: on the shared CPU engine, for real."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from dooly_backend.config import load_model
+from dooly_backend.database import Database
+from dooly_backend.database.records import Configuration, KvCapacity
+from dooly_backend.engines.vllm import VllmEngine
+from dooly_backend.errors import InputError
+from dooly_backend.profiling.host import measure_host
+from dooly_backend.profiling.stream import (
+    STREAM_BATCHES,
+    deepest,
+    engine_bytes,
+    measure_stream,
+    mode_of,
+    place_of,
+)
+from dooly_backend.workload import Batch
+from integration.gpu.step_costs import Job, parts_of, waves
+from integration.gpu.steps import BATCHES
+
+SMALL = (Batch.decode(4, 100), Batch.prefill(32), Batch.prefill(16) + Batch.decode(2, 64))
+GIB = 1 << 30
+
+
+def test_steps_in_a_row_are_measured_once(engine: VllmEngine, tmp_path: Path) -> None:
+    too_long = Batch.prefill(engine.max_num_tokens + 1)
+    with Database.open(tmp_path / "latency.db", create=True) as database:
+        first = measure_stream(engine, database, SMALL[:2], repeats=4)
+        done = measure_stream(engine, database, (*SMALL, too_long), repeats=4)
+        assert (first.known, first.measured, done.known, done.measured) == (0, 2, 2, 1)
+        assert list(done.reasons) == [too_long.key]
+        steps = database.stream_steps(*place_of(engine, database))
+    assert [step.batch for step in steps] == list(SMALL)
+    for step in steps:
+        assert (step.num_layers, step.mode) == (engine.num_layers, "eager")
+        assert step.padded_tokens == step.batch.num_tokens
+        assert len(step.interval_us) == len(step.launch_us) == 4
+        # On a CPU launching is computing: a step cannot be shorter than it.
+        assert step.median_us >= 0.9 * step.launch_median_us > 0
+
+
+def test_a_known_call_graph_is_left_alone(
+    engine: VllmEngine, profiled: object, tmp_path: Path
+) -> None:
+    path = tmp_path / "latency.db"
+    path.write_bytes(profiled.path.read_bytes())  # type: ignore[attr-defined]
+    with Database.open(path) as database:
+        before = database.occurrences(1, 1)
+        assert place_of(engine, database) == (1, 1)
+        measure_stream(engine, database, SMALL[:1], repeats=2)
+        assert database.occurrences(1, 1) == before != []
+
+
+def test_the_host_takes_longer_for_more_requests(engine: VllmEngine, tmp_path: Path) -> None:
+    with Database.open(tmp_path / "latency.db", create=True) as database:
+        ids = place_of(engine, database)
+        assert measure_host(database, ids, max_num_seqs=64) == 4
+        assert measure_host(database, ids, max_num_seqs=64) == 0
+        steps = database.host_steps(*ids)
+    assert [step.num_reqs for step in steps] == [1, 4, 16, 64]
+    assert all(len(step.schedule_us) > 20 < len(step.output_us) for step in steps)
+    # 64 requests are much more work than one: no noise of a host hides that.
+    assert min(steps[-1].schedule_us) > min(steps[0].schedule_us)
+    assert min(steps[-1].output_us) > min(steps[0].output_us)
+
+
+class _Captured:
+    """An engine's rule: graphs of up to 512 tokens, whole ones for up to 256 requests."""
+
+    graphs: ClassVar = {
+        "cudagraph_mode": "FULL_AND_PIECEWISE",
+        "cudagraph_capture_sizes": [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)],
+    }
+    max_num_reqs = 256
+
+
+@pytest.mark.parametrize(
+    ("batch", "expected"),
+    [
+        (Batch.decode(9, 100), ("full", 16)),
+        (Batch.prefill(300), ("piecewise", 304)),
+        (Batch.prefill(30) + Batch.decode(3, 10), ("piecewise", 40)),
+        (Batch.prefill(700), ("eager", 700)),
+    ],
+)
+def test_the_mode_of_a_step(batch: Batch, expected: tuple[str, int]) -> None:
+    assert mode_of(_Captured(), batch) == expected  # type: ignore[arg-type]
+
+
+def test_batches_of_the_fit_span_the_modes_and_none_is_held_out() -> None:
+    modes = [mode_of(_Captured(), batch)[0] for batch in STREAM_BATCHES]  # type: ignore[arg-type]
+    assert all(modes.count(mode) >= 8 for mode in ("full", "piecewise", "eager"))
+    assert len(set(STREAM_BATCHES)) == len(STREAM_BATCHES)
+    assert not {batch.key for batch in STREAM_BATCHES} & {batch.key for batch in BATCHES}
+
+
+def test_the_deepest_engine_that_fits() -> None:
+    model = load_model("meta-llama/Llama-3.1-8B")
+    llama = Configuration(
+        model.name, model.hf_config, "vllm", "FLASH_ATTN", "bfloat16", "auto", 16, 1, 1,
+        "full_graph", 32,
+    )  # fmt: skip
+    capacity = KvCapacity(1, (), 16 * GIB, 140 * GIB, 8192)
+    assert deepest(capacity, llama) == 32
+    large = replace(capacity, weight_bytes=140 * GIB)
+    layers = deepest(large, llama)
+    assert 0 < layers < 32
+    assert engine_bytes(large, llama, layers) <= 0.95 * large.device_bytes
+    assert engine_bytes(large, llama, layers + 1) > 0.95 * large.device_bytes
+    with pytest.raises(InputError, match=r"no layer of .* fits into 8 GiB"):
+        deepest(replace(capacity, device_bytes=8 * GIB), llama)
+
+
+def test_engines_start_in_waves_that_fit() -> None:
+    jobs = [Job("m:b:eager", n, share) for n, share in enumerate((0.2, 0.4, 0.4, 0.9, 0.1))]
+    assert [[job.depth for job in wave] for wave in waves(jobs)] == [[0, 1], [2], [3], [4]]
+    assert parts_of("org/m:FA") == ("org/m", "FA", "full_graph")
+    assert parts_of("org/m:FA:eager") == ("org/m", "FA", "eager")
