@@ -334,13 +334,14 @@ def test_the_schema_reads_like_documentation(database: Database, path: Path) -> 
 
 
 def test_times_are_named_by_their_unit(database: Database, path: Path) -> None:
-    """Every REAL column, and every column that holds samples, ends in _us."""
+    """Every REAL column that is no ratio, and every column that holds samples, ends in _us."""
     tables = [n for (n,) in query(path, "SELECT name FROM sqlite_master WHERE type = 'table'")]
     times = set()
     for table in tables:
         for _, column, kind, *_ in query(path, f"PRAGMA table_info({table})"):
             assert kind in ("TEXT", "INTEGER", "REAL"), (table, column)
-            assert (kind == "REAL") <= column.endswith("_us"), (table, column)
+            known = ("_us", "_ratio", "_percent")
+            assert (kind == "REAL") <= column.endswith(known), (table, column)
             if column.endswith("_us"):
                 times.add(column)
     assert {"samples_us", "min_us", "p25_us", "median_us", "mean_us", "max_us", "std_us"} <= times

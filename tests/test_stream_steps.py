@@ -23,7 +23,7 @@ from dooly_backend.profiling.stream import (
     place_of,
 )
 from dooly_backend.workload import Batch
-from integration.gpu.step_costs import Job, parts_of, waves
+from integration.gpu.step_costs import Job, options_of, waves
 from integration.gpu.steps import BATCHES
 
 SMALL = (Batch.decode(4, 100), Batch.prefill(32), Batch.prefill(16) + Batch.decode(2, 64))
@@ -122,5 +122,11 @@ def test_the_deepest_engine_that_fits() -> None:
 def test_engines_start_in_waves_that_fit() -> None:
     jobs = [Job("m:b:eager", n, share) for n, share in enumerate((0.2, 0.4, 0.4, 0.9, 0.1))]
     assert [[job.depth for job in wave] for wave in waves(jobs)] == [[0, 1], [2], [3], [4]]
-    assert parts_of("org/m:FA") == ("org/m", "FA", "full_graph")
-    assert parts_of("org/m:FA:eager") == ("org/m", "FA", "eager")
+
+
+def test_a_configuration_by_its_name() -> None:
+    options = options_of("smollm-135m:FLASH_ATTN", layers=4)
+    assert (options.execution_mode, options.compiled, options.layers) == ("full_graph", True, 4)
+    eager = options_of("smollm-135m:FLASH_ATTN:eager:fp8+kv-fp8")
+    assert (eager.execution_mode, eager.compiled) == ("eager", False)
+    assert (eager.quantization, eager.kv_cache_dtype) == ("fp8", "fp8")

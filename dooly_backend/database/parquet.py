@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     import pyarrow
 
 _SAMPLES = (
-    "samples_us", "live_us", "interval_us", "launch_us", "schedule_us", "output_us",
+    "samples_us", "live_us", "interval_us", "launch_us",
+    "device_us", "schedule_us", "output_us",
 )  # fmt: skip
 _INTEGERS = ("layers",)
 #: The view `latency`, with the samples.

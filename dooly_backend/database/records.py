@@ -219,7 +219,9 @@ class StreamStep:
 
     `interval_us` are the times between the tokens of one step and those of the
     next, `launch_us` what the host needed to launch each: the longer of the
-    two decides. `padded_tokens` are the tokens with the padding of the graph.
+    two decides. `device_us` is how long the device was at each by its own
+    clock, waiting for launches included (nothing on a CPU). `padded_tokens`
+    are the tokens with the padding of the graph.
     """
 
     batch: Batch
@@ -228,6 +230,7 @@ class StreamStep:
     padded_tokens: int
     interval_us: tuple[float, ...]
     launch_us: tuple[float, ...]
+    device_us: tuple[float, ...] = ()
 
     @cached_property
     def median_us(self) -> float:

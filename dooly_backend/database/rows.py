@@ -32,6 +32,9 @@ from dooly_backend.workload import Batch, WorkloadPoint
 Row = sqlite3.Row
 Columns = dict[str, Any]
 
+#: Columns of what is no time, whose names say so.
+_PART_COLUMNS = {"share": "share_ratio", "mape": "mape_percent", "worst": "worst_percent"}
+
 _CONFIGURATION_PLAIN = (
     "model",
     "engine",
@@ -230,6 +233,7 @@ def stream_step_columns(step: StreamStep) -> Columns:
     """Raises InputError when the samples are no times."""
     intervals = _times(step.interval_us, f"step {step.batch.key}")
     launches = _times(step.launch_us, f"step {step.batch.key}")
+    device = _times(step.device_us, f"step {step.batch.key}") if step.device_us else ()
     low, middle, high = _quartiles(intervals)
     return {
         "batch": step.batch.key,
@@ -238,6 +242,7 @@ def stream_step_columns(step: StreamStep) -> Columns:
         "padded_tokens": step.padded_tokens,
         "interval_us": json.dumps(intervals),
         "launch_us": json.dumps(launches),
+        "device_us": json.dumps(device),
         "interval_p25_us": low,
         "interval_median_us": middle,
         "interval_p75_us": high,
@@ -254,6 +259,7 @@ def stream_step_of(row: Row) -> StreamStep:
         padded_tokens=row["padded_tokens"],
         interval_us=_floats(row["interval_us"]),
         launch_us=_floats(row["launch_us"]),
+        device_us=_floats(row["device_us"]),
     )
 
 
@@ -276,11 +282,13 @@ def host_step_of(row: Row) -> HostStep:
 
 
 def part_cost_columns(cost: PartCost) -> Columns:
-    return asdict(cost) | {"fitted_at": now()}
+    columns = {_PART_COLUMNS.get(name, name): value for name, value in asdict(cost).items()}
+    return columns | {"fitted_at": now()}
 
 
 def part_cost_of(row: Row) -> PartCost:
-    return PartCost(**{field.name: row[field.name] for field in fields(PartCost)})
+    names = [field.name for field in fields(PartCost)]
+    return PartCost(**{name: row[_PART_COLUMNS.get(name, name)] for name in names})
 
 
 def run_columns(run: RunConditions) -> Columns:

@@ -195,7 +195,8 @@ CREATE TABLE stream_step (
     mode               TEXT NOT NULL CHECK (mode IN ('eager', 'piecewise', 'full')),
     padded_tokens      INTEGER NOT NULL CHECK (padded_tokens >= 1),    -- with the graph's padding
     interval_us        TEXT NOT NULL CHECK (interval_us LIKE '[%]'),   -- JSON: tokens to tokens
-    launch_us          TEXT NOT NULL CHECK (launch_us LIKE '[%]'),     -- JSON: the host's launching
+    launch_us          TEXT NOT NULL CHECK (launch_us LIKE '[%]'),     -- JSON: what launching took
+    device_us          TEXT NOT NULL CHECK (device_us LIKE '[%]'),     -- JSON: by the device
     interval_p25_us    REAL NOT NULL CHECK (interval_p25_us >= 0),
     interval_median_us REAL NOT NULL CHECK (interval_median_us >= 0),
     interval_p75_us    REAL NOT NULL CHECK (interval_p75_us >= 0),
@@ -221,19 +222,20 @@ CREATE TABLE host_step (
     """\
 CREATE TABLE stream_cost (
     -- What is fitted to stream_step and host_step: a part of a step takes
-    -- share * operations + step_us + layer_us * layers + request_us * requests + token_us * tokens
+    -- share_ratio * operations + step_us + layer_us * layers + request_us * requests
+    -- + token_us * tokens
     configuration_id INTEGER NOT NULL REFERENCES configuration (id) ON DELETE CASCADE,
     environment_id   INTEGER NOT NULL REFERENCES environment (id),
     mode             TEXT NOT NULL CHECK (mode IN ('eager', 'piecewise', 'full', 'any')),
     part             TEXT NOT NULL CHECK (part IN ('device', 'launch', 'schedule', 'output')),
-    share            REAL NOT NULL,     -- of the sum of the operations; 0 but for 'device'
+    share_ratio      REAL NOT NULL,     -- of the sum of the operations; 0 but for 'device'
     step_us          REAL NOT NULL,
     layer_us         REAL NOT NULL,
     request_us       REAL NOT NULL,
     token_us         REAL NOT NULL,     -- per new token, padding left out
     steps            INTEGER NOT NULL,  -- that it was fitted to
-    mape             REAL NOT NULL,     -- percent: each batch predicted by a fit to the others
-    worst            REAL NOT NULL,     -- percent
+    mape_percent     REAL NOT NULL,     -- each batch predicted by a fit to the others
+    worst_percent    REAL NOT NULL,
     fitted_at        TEXT NOT NULL,     -- UTC, ISO 8601
     PRIMARY KEY (configuration_id, environment_id, mode, part)
 )""",

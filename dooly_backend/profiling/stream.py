@@ -148,6 +148,7 @@ def stream_step(engine: Engine, batch: Batch, repeats: int) -> StreamStep | str:
         padded,
         tuple(round(step.interval_us, 1) for step in steps),
         tuple(round(step.launch_us, 1) for step in steps),
+        tuple(round(step.device_us, 1) for step in steps if step.device_us is not None),
     )
 
 

@@ -7,7 +7,7 @@ Each configuration must have been profiled into the database (`integration.gpu.r
 which says how much memory an engine takes. Every depth of every configuration is
 an engine in a process of its own; as many start together as the device holds,
 and they measure in turn: whole steps for the fit into the database, those of
-`integration.gpu.steps` (held out) into ``OUT/steps-MODEL-BACKEND.jsonl``, then,
+`integration.gpu.steps` (held out) into ``OUT/steps-MODEL-BACKEND-MODE.jsonl``, then,
 without an engine, the scheduler's part. What is there already is not measured again.
 """
 
@@ -25,8 +25,10 @@ import click
 
 from dooly_backend.config import RunOptions, load_model
 from dooly_backend.database import Database
+from dooly_backend.database.records import ENGINE_QUANTIZATION, Configuration
 from dooly_backend.errors import InputError
 from dooly_backend.workload import Batch
+from integration.gpu.run import precision_options
 from integration.gpu.steps import BATCHES, rows
 from integration.gpu.workers import in_turn, ready
 
@@ -49,7 +51,9 @@ def cli() -> None:
 
 
 @cli.command(name="run")
-@click.argument("configurations", nargs=-1, required=True, metavar="MODEL:BACKEND[:MODE]...")
+@click.argument(
+    "configurations", nargs=-1, required=True, metavar="MODEL:BACKEND[:MODE[:PRECISION]]..."
+)
 @click.option("--db", required=True, type=click.Path(path_type=Path))
 @click.option("--out", required=True, type=click.Path(path_type=Path))
 @click.option("--budget", default=540.0, show_default=True, help="Seconds for everything.")
@@ -100,10 +104,9 @@ def jobs_of(database: Database, configuration: str, depths: Sequence[int]) -> li
     """The engines that a configuration needs. Raises InputError where it was not profiled."""
     from dooly_backend.profiling.stream import deepest, engine_bytes
 
-    model, backend, mode = parts_of(configuration)
-    named = load_model(model)
+    wanted = options_of(configuration)
     for i, known in database.configurations().items():
-        if (known.model, known.backend, known.execution_mode) != (named.name, backend, mode):
+        if not _is_profile_of(known, wanted):
             continue
         for environment_id, environment in database.environments().items():
             capacity = database.kv_capacity(i, environment_id)
@@ -114,7 +117,7 @@ def jobs_of(database: Database, configuration: str, depths: Sequence[int]) -> li
             chosen = sorted({min(depth or most, most) for depth in depths})
             return [
                 Job(
-                    f"{model}:{backend}:{mode}",
+                    configuration,
                     depth,
                     engine_bytes(capacity, known, depth, on_gpu) / capacity.device_bytes,
                 )
@@ -138,10 +141,25 @@ def waves(jobs: Iterable[Job]) -> list[list[Job]]:
     return found
 
 
-def parts_of(configuration: str) -> tuple[str, str, Any]:
-    """Model, backend and mode of ``MODEL:BACKEND[:MODE]``."""
-    model, backend, *mode = configuration.split(":")
-    return model, backend, mode[0] if mode else "full_graph"
+def options_of(configuration: str, **more: Any) -> RunOptions:
+    """What ``MODEL:BACKEND[:MODE[:PRECISION]]`` means; the mode is full_graph by default."""
+    model, backend, *rest = configuration.split(":")
+    mode: Any = rest[0] if rest else "full_graph"
+    return RunOptions(
+        model=load_model(model),
+        backend=backend,
+        execution_mode=mode,
+        compiled=mode != "eager",
+        **precision_options(rest[1] if len(rest) > 1 else ""),
+        **more,
+    )
+
+
+def _is_profile_of(known: Configuration, wanted: RunOptions) -> bool:
+    served = known.model, known.backend, known.execution_mode, known.kv_cache_dtype
+    asked = wanted.model.name, wanted.backend, wanted.execution_mode, wanted.kv_cache_dtype
+    by_engine = known.hf_config.get(ENGINE_QUANTIZATION)
+    return served == asked and by_engine == wanted.quantization
 
 
 @cli.command()
@@ -166,13 +184,9 @@ def one(
     from dooly_backend.profiling.host import measure_host
     from dooly_backend.profiling.stream import measure_stream, place_of
 
-    model, backend, mode = parts_of(configuration)
-    options = RunOptions(
-        model=load_model(model),
-        backend=backend,
+    options = options_of(
+        configuration,
         layers=depth,
-        execution_mode=mode,
-        compiled=mode != "eager",
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
     )
@@ -188,11 +202,18 @@ def one(
             ids = place_of(engine, database)
             for batch, reason in done.reasons.items():
                 click.echo(f"{batch}: {reason}", err=True)
-            about = {"model": model, "backend": backend, "mode": mode, "layers": depth}
+            about = {
+                "model": options.model.name,
+                "backend": options.backend,
+                "mode": options.execution_mode,
+                "quantization": options.quantization,
+                "kv_cache_dtype": options.kv_cache_dtype,
+                "layers": engine.num_layers,
+            }
             counts = {"known": done.known, "measured": done.measured}
             if held_out:
-                name = f"steps-{model.rpartition('/')[2]}-{backend}.jsonl"
-                counts["held_out"] = _held_out(engine, out / name, about)
+                name = configuration.rpartition("/")[2].replace(":", "-")
+                counts["held_out"] = _held_out(engine, out / f"steps-{name}.jsonl", about)
         counts["host"] = measure_host(database, ids, max_num_seqs)
         seconds = round(time.monotonic() - start, 1)
         click.echo(json.dumps({**about, **counts, "seconds": seconds}))
