@@ -268,6 +268,7 @@ def _summary(result: ProfileResult, db: str) -> dict[str, Any]:
         "confirmed": len(confirmation.confirmed) if confirmation else 0,
         "changed": [signature.hash for signature in confirmation.changed] if confirmation else [],
         "inherited": confirmation.points if confirmation else 0,
+        "session_scatter": round(confirmation.scatter, 4) if confirmation else None,
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +25,7 @@ from dooly_backend.database.records import Measurement
 from dooly_backend.engine_commands import _lines, _summary
 from dooly_backend.engines.vllm import VllmEngine
 from dooly_backend.errors import InputError
-from dooly_backend.profiling.confirm import confirm, few, source_of
+from dooly_backend.profiling.confirm import confirm, few, scatter, source_of
 from dooly_backend.profiling.measure import Regime
 from dooly_backend.profiling.profiler import profile
 from dooly_backend.profiling.rounds import Work
@@ -88,6 +89,31 @@ def test_what_has_not_moved_is_taken_over(path: Path, scale: float, taken: int) 
         again = confirm(engine(), database, old, new, [LINEAR], measures)
         assert (again.points, len(measures.points)) == (0, 3)
     assert check_file(path).ok
+
+
+@pytest.mark.parametrize(("shift", "taken"), [(0.0, 1), (0.06, 1), (0.3, 0)])
+def test_what_sessions_scatter_by_is_no_change(path: Path, shift: float, taken: int) -> None:
+    """Points a tenth up and down, about a mean that is where it was or further up."""
+    with Database.open(path, create=True) as database:
+        _, old = store(database, {LINEAR: times()}, environment=OLDER)
+        _, new = store(database, {})
+        measures = Measures(database, new, 1.0)
+        for scale, n in zip((0.9, 1.0, 1.1), (1, 64, 512), strict=True):
+            (point,) = (p for p in measures.times if p.num_tokens == n)
+            scaled = {m.point: m for m in times(scale + shift)}
+            measures.times[point] = scaled[point]
+        result = confirm(engine(), database, old, new, [LINEAR], measures)
+    assert (len(result.confirmed), len(result.changed)) == (taken, 1 - taken)
+    assert 0.05 < result.scatter < 0.2
+
+
+def test_scatter_is_that_about_each_signatures_mean() -> None:
+    source = random.Random(0)
+    groups = [[mean + source.gauss(0, 0.05) for _ in range(3)] for mean in (0.0, 0.5) * 100]
+    assert scatter(groups) == pytest.approx(0.05, rel=0.1)
+    assert scatter([[0.3], [-0.2]]) == 0.0
+    shifted = [[*group[:2], group[2] + 1.0] for group in groups[:20]] + groups[20:]
+    assert scatter(shifted) < 0.07  # a tenth of the signatures changed at one size
 
 
 def test_points_beyond_the_engines_limits_are_left_out(path: Path) -> None:

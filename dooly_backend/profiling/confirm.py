@@ -7,6 +7,11 @@ attention, of prefills and of decodes each), and where none of them moved beyond
 the tolerance (as `dooly db diff` tells, on raw samples) nor all of them together, the
 older environment's other points are taken over, marked with where they are
 from. Where one did, nothing is taken over, and the sweep measures all of it.
+
+Two sessions on one host differ, by 1% on a GPU and by 5 to 10% on a shared CPU.
+By how much shows in the points themselves, as the scatter of their ratios about
+those of their signatures; what lies within two standard errors of it beyond the
+tolerance is no change: measured anew in full it would scatter as much.
 """
 
 from __future__ import annotations
@@ -30,6 +35,12 @@ from dooly_backend.workload import Batch
 #: Relative change of a median that is taken for noise between two sessions.
 TOLERANCE = 0.05
 
+#: No timer tells shorter times from nothing.
+_LEAST_US = 0.1
+
+#: Standard deviations of a normal distribution in its median absolute deviation.
+_SIGMAS_OF_MEDIAN = 1.4826
+
 
 @dataclass(frozen=True)
 class Confirmation:
@@ -39,6 +50,7 @@ class Confirmation:
     confirmed: tuple[Signature, ...]
     changed: tuple[Signature, ...]
     points: int  # taken over
+    scatter: float = 0.0  # of single points between the two sessions, relative, one sigma
 
 
 def source_of(engine: Engine, database: Database, text: str) -> int:
@@ -84,26 +96,55 @@ def confirm(
         for signature, measurements in open_.items()
         for key, before, after in _common(database, environment_id, signature, measurements)
     }
-    moved: dict[str, bool] = {}
     ratios: dict[str, list[float]] = {}
-    for (hash_, _), change in compare(pairs, tolerance).items():
+    for (hash_, _), (before, after) in pairs.items():
+        ratios.setdefault(hash_, []).append(_log_ratio(before, after))
+    noise = scatter(ratios.values())
+    moved: dict[str, bool] = {}
+    for (hash_, _), change in compare(pairs, _widened(tolerance, noise)).items():
         moved[hash_] = moved.get(hash_, False) or change.moved
-        ratios.setdefault(hash_, []).append(change.ratio)
     confirmed, changed, points = [], [], 0
     for signature, measurements in open_.items():
         known = ratios.get(signature.hash)
         if known is None:  # none of its points could be measured here
             continue
-        drift = abs(math.log(statistics.geometric_mean(known)))
-        if moved[signature.hash] or drift > math.log1p(tolerance):
+        drift = math.expm1(abs(statistics.fmean(known)))
+        if moved[signature.hash] or drift > _widened(tolerance, noise / math.sqrt(len(known))):
             changed.append(signature)
             continue
         confirmed.append(signature)
         keys = [m.point.key for m in measurements]
         points += inherit(database, signature, source, environment_id, keys)
     return Confirmation(
-        described(database.environments()[source]), tuple(confirmed), tuple(changed), points
+        described(database.environments()[source]),
+        tuple(confirmed),
+        tuple(changed),
+        points,
+        noise,
     )
+
+
+def scatter(ratios: Iterable[Sequence[float]]) -> float:
+    """Standard deviation of logarithms of ratios about the mean of their signature's.
+
+    From the median of the absolute residuals, which a change at a few points does not
+    move; 0 where no signature has two points.
+    """
+    groups = [group for group in ratios if len(group) > 1]
+    residuals = [abs(value - statistics.fmean(group)) for group in groups for value in group]
+    if not residuals:
+        return 0.0
+    freedom = len(residuals) - len(groups)  # the means are fitted
+    return _SIGMAS_OF_MEDIAN * statistics.median(residuals) * math.sqrt(len(residuals) / freedom)
+
+
+def _log_ratio(before: Measurement, after: Measurement) -> float:
+    return math.log(max(after.median_us, _LEAST_US) / max(before.median_us, _LEAST_US))
+
+
+def _widened(tolerance: float, noise: float) -> float:
+    """The tolerance, relative, with two standard errors of a logarithm on top."""
+    return math.expm1(math.log1p(tolerance) + 2 * noise)
 
 
 def _fitting(engine: Engine, measurements: Sequence[Measurement]) -> list[Measurement]:

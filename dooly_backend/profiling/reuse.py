@@ -49,7 +49,8 @@ def confirmed_lines(found: Confirmation) -> list[str]:
     names = counted(signature.name for signature in found.confirmed)
     lines = [
         f"confirmed from {found.source}: {len(found.confirmed)} signatures ({names or 'none'}), "
-        f"{found.points} points taken over"
+        f"{found.points} points taken over "
+        f"(single points scatter by {found.scatter:.1%} between the two sessions)"
     ]
     if found.changed:
         names = counted(signature.name for signature in found.changed)
