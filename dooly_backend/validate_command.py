@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from dooly_backend.simulation.validation import Validation
     from dooly_backend.simulation.workload import Workload
 
+_DISTURBED = 0.05  # processors that others keep busy
 _SETTINGS = ("rate", "concurrency", "arrivals")  # of a workload, that leave no room for --load
 
 
@@ -131,9 +132,8 @@ def validate(
     from dooly_backend.config import load_model
     from dooly_backend.database.records import ENGINE_QUANTIZATION
     from dooly_backend.engines.serving import ServingOptions, boot_server
+    from dooly_backend.simulation import validation as module
     from dooly_backend.simulation.source import from_bundle, profiled
-    from dooly_backend.simulation.validation import calibration_workload, overall
-    from dooly_backend.simulation.validation import validate as run
     from dooly_backend.simulation.workload import load_workload
 
     workloads = [load_workload(text) for text in workload_texts]
@@ -173,23 +173,22 @@ def validate(
     _say(f"starting {options.engine} with {described.name}")
     with boot_server(options) as server:
         timer = source.timer_of(server.about, server.limits)
-        chosen = [
-            loaded(workload, text, load, server.limits, timer, scheduler)
-            for workload, text in zip(workloads, workload_texts, strict=True)
-        ]
-        calibration = None
+        _say("warming up")
+        module.warm_up(server, workloads)
+        calibrating = []
         if calibration_s:
-            calibration = calibration_workload(
+            mixed = module.calibration_workload(
                 calibration_s, load, server.limits, timer, scheduler=scheduler
             )
-        found = run(
-            server,
-            timer,
-            chosen,
-            runs,
-            calibration=calibration,
-            scheduler=scheduler,
-            say=_say,
+            _say(f"serving {mixed.requests} requests to calibrate")
+            calibrating.append(module.serve(server, mixed))
+        calibrated = module.with_host(timer, calibrating)
+        chosen = [
+            loaded(workload, text, load, server.limits, calibrated, scheduler)
+            for workload, text in zip(workloads, workload_texts, strict=True)
+        ]
+        found = module.validate(
+            server, timer, chosen, runs, calibrating=calibrating, scheduler=scheduler, say=_say
         )
     if out is not None:
         from dooly_backend.simulation.validation_report import write_validation
@@ -199,7 +198,7 @@ def validate(
         console.print_json(
             {
                 **source.about(),
-                **overall(found),
+                **module.overall(found),
                 "workloads": {v.name: v.figures() for v in found},
             }
         )
@@ -255,7 +254,7 @@ def table(validation: Validation, source: Source) -> Table:
     """Live beside simulated, with errors in percent."""
     from rich.table import Table
 
-    from dooly_backend.simulation.validation import table_rows
+    from dooly_backend.simulation.validation import OTHERS, table_rows
 
     figures = validation.figures()
     caption = (
@@ -264,6 +263,9 @@ def table(validation: Validation, source: Source) -> Table:
         f"{figures['tpot_mape_requests']:.1f}%; single steps: {figures['step_time_mape']:.1f}%, "
         f"all together {figures['step_time_bias']:+.1f}%"
     )
+    others = figures[OTHERS]
+    if source.environment.device_kind == "cpu" and others is not None and others > _DISTURBED:
+        caption += f"; other processes kept {others:.2f} processors busy, which slows live runs"
     result = Table(
         "", "live", "simulated", "error, %", "noise, %", "profile only, %", "forward only, %",
         title=f"{source.configuration.model} on {source.environment.device}: {validation.name}",

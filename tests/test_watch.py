@@ -79,6 +79,23 @@ def test_a_calm_host_is_not_suspicious(tmp_path: Path) -> None:
     assert CpuWatch(1, tmp_path / "missing").end() == Conditions()
 
 
+@pytest.mark.parametrize(("processors", "suspicious"), [(2, True), (4, False)])
+def test_half_of_the_processors_are_left_to_the_cores_other_threads(
+    tmp_path: Path, processors: int, suspicious: bool
+) -> None:
+    """One processor's work by others, beside one thread of this process."""
+    stat = tmp_path / "stat"
+    written(stat, 1000, 1000)
+    watch = CpuWatch(threads=1, stat=stat)
+    watch._cpus = processors
+    watch.begin()
+    time.sleep(0.1)
+    written(stat, 1010, 1010)  # hundredths of a second
+    conditions = watch.end()
+    assert conditions.others == pytest.approx(0.95, abs=0.25)
+    assert (conditions.suspicious is not None) == suspicious
+
+
 @pytest.mark.parametrize(
     ("line", "expected"),
     [

@@ -63,8 +63,10 @@ class Watch(ABC):
 class CpuWatch(Watch):
     """Other processes' share of the processors, from what the kernel counts.
 
-    Suspicious is a host whose processors were all taken: `threads` of this
-    process and the others together need more than there are.
+    Suspicious is a host on which `threads` of this process and the others together
+    need more than half of the processors: two of them may be the threads of one
+    core, which a virtual machine does not tell, and then each is about half as
+    fast while the other one works, too.
     """
 
     #: Interrupts and the like need no whole processor.
@@ -87,7 +89,7 @@ class CpuWatch(Watch):
         if clock <= 0:
             return Conditions()
         others = max(0.0, (busy - own) / clock)
-        taken = others + self._threads > self._cpus + self.SLACK
+        taken = others > max(0.0, self._cpus / 2 - self._threads) + self.SLACK
         reason = f"other processes kept {others:.1f} processors busy" if taken else None
         return Conditions(others=others, suspicious=reason)
 

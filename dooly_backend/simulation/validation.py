@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import nan
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from dooly_backend.engines.serving import Server
+from dooly_backend.profiling.watch import CpuWatch
 from dooly_backend.simulation import live
 from dooly_backend.simulation.calibrate import calibrated
 from dooly_backend.simulation.compare import Comparison, schedule_agreement, step_errors
@@ -24,6 +26,7 @@ from dooly_backend.simulation.workload import Workload
 Say = Callable[[str], None]
 
 _WARM_UP_REQUESTS = 4
+OTHERS = "others_busy_processors"
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,7 @@ class Validation:
             "step_time_mape": self.steps["error"].abs().mean(),
             "step_time_bias": (self.steps["predicted_ms"].sum() / self.steps["live_ms"].sum() - 1)
             * 100,
+            OTHERS: max((o for o in map(others_busy, self.live) if o is not None), default=nan),
         }
         return {name: plain(value) for name, value in values.items()}
 
@@ -110,13 +114,16 @@ def plain(value: Any) -> float | None:
     return round(number, 4) if np.isfinite(number) else None
 
 
+_WORST: Mapping[str, Callable[[Any], Any]] = {"schedule_agreement": min, OTHERS: max}
+
+
 def overall(validations: Sequence[Validation]) -> dict[str, Any]:
-    """Means over the workloads; of the schedule's agreement the least."""
+    """Means over the workloads; of the schedule's agreement the least, of other work the most."""
     figures = [validation.figures() for validation in validations]
     result: dict[str, Any] = {}
     for name in figures[0]:
         known = [f[name] for f in figures if f[name] is not None]
-        take = min if name == "schedule_agreement" else np.mean
+        take = _WORST.get(name, np.mean)
         result[name] = plain(take(known)) if known else None
     return result
 
@@ -127,22 +134,15 @@ def validate(
     workloads: Sequence[Workload],
     runs: int,
     *,
-    calibration: Workload | None = None,
+    calibrating: Sequence[Run] = (),
     scheduler: SchedulerName = "dooly",
     say: Say = lambda _: None,
 ) -> list[Validation]:
     """Serve every workload `runs` times, in turns, and simulate it under the server's limits.
 
     In turns, so that a disturbance of minutes does not hit one workload alone.
-    With `calibration` that workload is served first, and the step's own cost is
-    fitted to it instead of taken from the profile.
+    The server must be warm (`warm_up`); `calibrating` is as in `compared`.
     """
-    say("warming up")
-    warm_up(server, workloads)
-    calibrating = []
-    if calibration is not None:
-        say(f"serving {calibration.requests} requests to calibrate")
-        calibrating.append(serve(server, calibration))
     served: list[list[Run]] = [[] for _ in workloads]
     for turn in range(runs):
         for index, workload in enumerate(workloads):
@@ -161,8 +161,25 @@ def warm_up(server: Server, workloads: Sequence[Workload]) -> None:
 
 
 def serve(server: Server, workload: Workload) -> Run:
-    """One live run."""
-    return live.serve(server, workload.build(), concurrency=workload.concurrency)
+    """One live run. Its `about` says how many processors other processes kept busy meanwhile."""
+    watch = CpuWatch(threads=1)
+    requests = workload.build()
+    watch.begin()
+    run = live.serve(server, requests, concurrency=workload.concurrency)
+    others = watch.end().others
+    if others is None:  # the system does not tell
+        return run
+    return replace(run, about={**run.about, OTHERS: round(others, 3)})
+
+
+def others_busy(run: Run) -> float | None:
+    """Processors that other processes kept busy during a live run, where that is known.
+
+    Of an engine on a CPU that runs in one process: others slow it down, and most
+    where a processor is one thread of a core that they share (by 2.1 on one host).
+    """
+    found = run.about.get(OTHERS)
+    return None if found is None else float(found)
 
 
 def compared(
@@ -179,12 +196,17 @@ def compared(
     limits = served[0].limits
     if limits is None:
         raise ValueError("a live run without limits cannot be simulated")
-    best = timer.with_cost(calibrated(calibrating, timer)) if calibrating else timer
+    best = with_host(timer, calibrating)
     simulated, profile_only, forward_only = (
         simulate(workload.build(), limits, each, scheduler, concurrency=workload.concurrency)
         for each in (best, timer, timer.forward_only())
     )
     return Validation(workload, served, simulated, profile_only, forward_only, best, scheduler)
+
+
+def with_host(timer: StepModel, calibrating: Sequence[Run]) -> StepModel:
+    """The step's own cost fitted to `calibrating`; the profile's where there are no runs."""
+    return timer.with_cost(calibrated(calibrating, timer)) if calibrating else timer
 
 
 def calibration_workload(

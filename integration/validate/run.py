@@ -2,13 +2,14 @@
 
     python -m integration.validate.run smollm-135m --db latency.db -o results/smollm-135m
 
-Profiles what --db lacks, keeps it as profile.db, finds the rates that are
---load of the simulated capacity, then serves the workloads in turns, --runs
-times each, after other requests that calibrate the step's own cost. Every run
-is written when it is over; after --minutes the next call goes on. With all runs
-there, the simulation is compared with them: comparison.csv, figures.json,
-plots.html, README.md. With --compare-only nothing is served, and no engine is
-needed.
+Profiles what --db lacks, keeps it as profile.db, serves requests that calibrate
+the step's own cost, finds the rates that are --load of the capacity with it, and
+then serves the workloads in turns, --runs times each. Every run is written when
+it is over; after --minutes the next call goes on. A run beside which other
+processes kept more than --others processors busy is set aside, whatever it
+found, and made again: set-aside.jsonl has them. With all runs there, the
+simulation is compared with them: comparison.csv, figures.json, plots.html,
+README.md. With --compare-only nothing is served, and no engine is needed.
 """
 
 from __future__ import annotations
@@ -18,23 +19,25 @@ import sqlite3
 import time
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import click
 import pandas as pd
 
 from dooly_backend.config import load_model
 from dooly_backend.engines.serving import ServingOptions, boot_server
-from dooly_backend.simulation.records import Run
+from dooly_backend.simulation.records import Run, ServingLimits
 from dooly_backend.simulation.run_file import load_run, save_run
 from dooly_backend.simulation.source import Source, from_database, profiled
+from dooly_backend.simulation.step_time import StepModel
 from dooly_backend.simulation.validation import (
     at_load,
     calibration_workload,
     compared,
+    others_busy,
     serve,
     table_rows,
     warm_up,
+    with_host,
 )
 from dooly_backend.simulation.validation_report import write_validation
 from dooly_backend.simulation.workload import Workload
@@ -62,6 +65,7 @@ CALIBRATION = "calibration"
 @click.option("--runs", default=3, show_default=True)
 @click.option("--minutes", default=5.0, show_default=True, help="Start no run that ends later.")
 @click.option("--threads", default=1, show_default=True)
+@click.option("--others", default=0.03, show_default=True, help="Processors others may keep busy.")
 @click.option("--compare-only", is_flag=True, help="Serve nothing: compare the runs there are.")
 def main(
     model: str,
@@ -73,6 +77,7 @@ def main(
     runs: int,
     minutes: float,
     threads: int,
+    others: float,
     compare_only: bool,
 ) -> None:
     """Go on with the validation of MODEL in OUT."""
@@ -104,13 +109,26 @@ def main(
             max_model_len=2048,
         )
         with boot_server(options) as server:
-            chosen = planned(out, source, server.limits, load, seconds)
-            warm_up(server, list(chosen.values())[:-1])
-            for name, file in pending:
+            timer = source.timer(server.limits)
+            mixed = calibration_workload(seconds, load, server.limits, timer)
+            warm_up(server, WORKLOADS)
+            while pending:
                 if time.monotonic() - began + 1.3 * seconds > 60 * minutes:
                     break
-                save_run(serve(server, chosen[name]), file)
-                print(f"{time.monotonic() - began:.0f} s: {file.name}", flush=True)
+                name, file = pending[0]
+                if name == CALIBRATION:
+                    run = serve(server, mixed)
+                else:
+                    run = serve(server, planned(out, timer, server.limits, load, seconds)[name])
+                busy = others_busy(run) or 0.0
+                said = {"run": file.name, "others": busy, "seconds": time.monotonic() - began}
+                print(json.dumps(said), flush=True)
+                if busy > others:
+                    with (out / "set-aside.jsonl").open("a") as log:
+                        log.write(json.dumps({"run": file.name, "others": busy}) + "\n")
+                    continue
+                save_run(run, file)
+                pending.pop(0)
     if compare_only or all(file.exists() for _, file in files):
         report(out, source, [(name, load_run(file)) for name, file in files if file.exists()])
     else:
@@ -118,22 +136,21 @@ def main(
 
 
 def planned(
-    out: Path, source: Source, limits: Any, load: float, seconds: float
+    out: Path, timer: StepModel, limits: ServingLimits, load: float, seconds: float
 ) -> dict[str, Workload]:
-    """The workloads at their rates and lengths: chosen once, then kept in plan.json."""
+    """The workloads at their rates and lengths: chosen after the calibration, kept in plan.json."""
     plan = out / "plan.json"
-    timer = source.timer(limits)
     if not plan.exists():
+        known = with_host(timer, [load_run(out / f"{CALIBRATION}-live-0.json.xz")])
         rates = {
-            w.name: at_load(w.model_copy(update={"requests": 200}), load, limits, timer).rate
+            w.name: at_load(w.model_copy(update={"requests": 200}), load, limits, known).rate
             for w in WORKLOADS
         }
         plan.write_text(
             json.dumps({n: {"rate": r, "requests": round(r * seconds)} for n, r in rates.items()})
             + "\n"
         )
-    calibration = calibration_workload(seconds, load, limits, timer)
-    return {**with_plan(plan), CALIBRATION: calibration}
+    return with_plan(plan)
 
 
 def with_plan(plan: Path) -> dict[str, Workload]:
