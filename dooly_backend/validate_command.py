@@ -177,11 +177,11 @@ def validate(
         module.warm_up(server, workloads)
         calibrating = []
         if calibration_s:
-            mixed = module.calibration_workload(
+            for other in module.calibration_workloads(
                 calibration_s, load, server.limits, timer, scheduler=scheduler
-            )
-            _say(f"serving {mixed.requests} requests to calibrate")
-            calibrating.append(module.serve(server, mixed))
+            ):
+                _say(f"serving {other.requests} requests to calibrate")
+                calibrating.append(module.serve(server, other))
         calibrated = module.with_host(timer, calibrating)
         chosen = [
             loaded(workload, text, load, server.limits, calibrated, scheduler)

@@ -209,10 +209,15 @@ def with_host(timer: StepModel, calibrating: Sequence[Run]) -> StepModel:
     return timer.with_cost(calibrated(calibrating, timer)) if calibrating else timer
 
 
-def calibration_workload(
+def calibration_workloads(
     seconds: float, load: float, limits: ServingLimits, timer: StepTimer, **how: Any
-) -> Workload:
-    """Requests of many lengths, other than any that a user names, for about so many seconds."""
+) -> tuple[Workload, Workload]:
+    """Requests of many lengths, other than any that a user names, for about so many seconds.
+
+    Half of them come as at `load`, the others all at once: their prompts fill the
+    steps, and then as many decode as the engine takes, fewer and fewer. A cost
+    that is fitted to both has seen batches of every size.
+    """
     longest = min(limits.max_model_len, 1024)
     mixed = Workload(
         name="calibration",
@@ -227,8 +232,21 @@ def calibration_workload(
         rate=1.0,
         seed=104729,
     )
-    rate = at_load(mixed, load, limits, timer, **how).rate or 1.0
-    return mixed.model_copy(update={"rate": rate, "requests": max(round(rate * seconds), 6)})
+    capacity = at_load(mixed, 1.0, limits, timer, **how).rate or 1.0
+    requests = max(round(capacity * seconds / 2), 6)
+    at_rate = mixed.model_copy(
+        update={"rate": load * capacity, "requests": max(round(load * requests), 6)}
+    )
+    at_once = mixed.model_copy(
+        update={
+            "name": "calibration-at-once",
+            "arrivals": "burst",
+            "rate": None,
+            "requests": requests,
+            "seed": 130363,
+        }
+    )
+    return at_rate, at_once
 
 
 def at_load(

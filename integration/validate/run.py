@@ -31,7 +31,7 @@ from dooly_backend.simulation.source import Source, from_database, profiled
 from dooly_backend.simulation.step_time import StepModel
 from dooly_backend.simulation.validation import (
     at_load,
-    calibration_workload,
+    calibration_workloads,
     compared,
     others_busy,
     serve,
@@ -52,7 +52,7 @@ WORKLOADS = [
              rate=1.0),
 ]  # fmt: skip
 TITLES = ("", "live", "simulated", "error, %", "noise, %", "profile only, %", "forward only, %")
-CALIBRATION = "calibration"
+CALIBRATIONS = ("calibration", "calibration-at-once")
 
 
 @click.command()
@@ -94,7 +94,7 @@ def main(
     of_turns = [
         (w.name, out / f"{w.name}-live-{n}.json.xz") for n in range(runs) for w in WORKLOADS
     ]
-    files = [(CALIBRATION, out / f"{CALIBRATION}-live-0.json.xz"), *of_turns]
+    files = [*((name, out / f"{name}-live-0.json.xz") for name in CALIBRATIONS), *of_turns]
     pending = [(name, file) for name, file in files if not file.exists()]
     if pending and not compare_only:
         options = ServingOptions(
@@ -110,14 +110,14 @@ def main(
         )
         with boot_server(options) as server:
             timer = source.timer(server.limits)
-            mixed = calibration_workload(seconds, load, server.limits, timer)
+            calibrating = calibration_workloads(2 * seconds, load, server.limits, timer)
             warm_up(server, WORKLOADS)
             while pending:
                 if time.monotonic() - began + 1.3 * seconds > 60 * minutes:
                     break
                 name, file = pending[0]
-                if name == CALIBRATION:
-                    run = serve(server, mixed)
+                if name in CALIBRATIONS:
+                    run = serve(server, calibrating[CALIBRATIONS.index(name)])
                 else:
                     run = serve(server, planned(out, timer, server.limits, load, seconds)[name])
                 busy = others_busy(run) or 0.0
@@ -141,7 +141,7 @@ def planned(
     """The workloads at their rates and lengths: chosen after the calibration, kept in plan.json."""
     plan = out / "plan.json"
     if not plan.exists():
-        known = with_host(timer, [load_run(out / f"{CALIBRATION}-live-0.json.xz")])
+        known = with_host(timer, [load_run(out / f"{n}-live-0.json.xz") for n in CALIBRATIONS])
         rates = {
             w.name: at_load(w.model_copy(update={"requests": 200}), load, limits, known).rate
             for w in WORKLOADS
@@ -167,7 +167,7 @@ def report(out: Path, source: Source, runs: list[tuple[str, Run]]) -> None:
     found = []
     for name, workload in with_plan(out / "plan.json").items():
         live = [run for of, run in runs if of == name]
-        calibrating = [run for of, run in runs if of == CALIBRATION]
+        calibrating = [run for of, run in runs if of in CALIBRATIONS]
         calibrating = calibrating or [run for of, run in runs if of != name]
         found.append(compared(workload, live, source.timer(live[0].limits), calibrating))
     write_validation(out, found, source.about(), plotlyjs="cdn")
