@@ -175,22 +175,21 @@ def report(out: Path, source: Source, runs: list[tuple[str, Run]]) -> None:
     for validation in found:
         table = pd.DataFrame(table_rows(validation)).rename(columns={"what": ""})
         table.columns = pd.Index(TITLES)
-        figures = validation.figures()
+        figures = {
+            name: "-" if value is None else f"{value:.1f}%"
+            for name, value in validation.figures().items()
+        }
         lines += [
             f"## {validation.name}, {validation.workload.requests} requests, "
             f"{len(validation.live)} live runs",
             "",
             _markdown(table),
             "",
-            f"Schedule, replayed: {figures['schedule_agreement']}% of the steps equal. Single "
-            f"requests: TTFT {figures['ttft_mape_requests']:.1f}% (noise "
-            f"{figures['ttft_noise_requests']:.1f}%), TPOT {figures['tpot_mape_requests']:.1f}% "
-            f"(noise {figures['tpot_noise_requests']:.1f}%). Tokens per step "
-            f"{figures['step_tokens_mape']:.1f}%, requests per step "
-            f"{figures['step_requests_mape']:.1f}% (noise {figures['step_tokens_noise']:.1f}%, "
-            f"{figures['step_requests_noise']:.1f}%). "
-            f"Single steps {figures['step_time_mape']:.1f}%,"
-            f" all together {figures['step_time_bias']:+.1f}%.",
+            "Schedule, replayed: {schedule_agreement} of the steps equal. Single requests: TTFT "
+            "{ttft_mape_requests} (noise {ttft_noise_requests}), TPOT {tpot_mape_requests} (noise "
+            "{tpot_noise_requests}). Tokens per step {step_tokens_mape}, requests per step "
+            "{step_requests_mape} (noise {step_tokens_noise}, {step_requests_noise}). Single steps "
+            "{step_time_mape}, all together {step_time_bias}.".format(**figures),
             "",
         ]
     (out / "README.md").write_text("\n".join(lines))
