@@ -2,9 +2,9 @@
 
     python -m integration.validate.run smollm-135m --db latency.db -o results/smollm-135m
 
-Profiles what --db lacks, keeps it as profile.db, serves requests that calibrate
-the step's own cost, finds the rates that are --load of the capacity with it, and
-then serves the workloads in turns, --runs times each. Every run is written when
+Profiles what --db lacks, keeps it as profile.db, and serves in turns, --runs
+times each, requests that calibrate the step's own cost and the workloads, at
+rates that are --load of the capacity with the first calibration. Every run is written when
 it is over; after --minutes the next call goes on. A run beside which other
 processes kept more than --others processors busy is set aside, whatever it
 found, and made again: set-aside.jsonl has them. With all runs there, the
@@ -51,6 +51,7 @@ WORKLOADS = [
     Workload(name="decode-heavy", prompt=48, prompt_median=40, output=120, output_median=100, **MIX,
              rate=1.0),
 ]  # fmt: skip
+SWEEP = Path(__file__).with_name("sweep.yaml")
 TITLES = ("", "live", "simulated", "error, %", "noise, %", "profile only, %", "forward only, %")
 CALIBRATIONS = ("calibration", "calibration-at-once")
 
@@ -59,7 +60,7 @@ CALIBRATIONS = ("calibration", "calibration-at-once")
 @click.argument("model")
 @click.option("--db", default="latency.db", show_default=True)
 @click.option("-o", "--out", type=click.Path(path_type=Path), required=True)
-@click.option("--sweep", default="quick", show_default=True)
+@click.option("--sweep", default=str(SWEEP), help="[default: sweep.yaml beside this file]")
 @click.option("--seconds", default=30.0, show_default=True, help="Length of one live run.")
 @click.option("--load", default=0.8, show_default=True)
 @click.option("--runs", default=3, show_default=True)
@@ -91,10 +92,8 @@ def main(
         with closing(sqlite3.connect(db)) as connection:
             connection.execute("VACUUM INTO ?", (str(measured),))
     source = from_database(str(measured), described.name, None, {})
-    of_turns = [
-        (w.name, out / f"{w.name}-live-{n}.json.xz") for n in range(runs) for w in WORKLOADS
-    ]
-    files = [*((name, out / f"{name}-live-0.json.xz") for name in CALIBRATIONS), *of_turns]
+    names = (*CALIBRATIONS, *(workload.name for workload in WORKLOADS))
+    files = [(name, out / f"{name}-live-{n}.json.xz") for n in range(runs) for name in names]
     pending = [(name, file) for name, file in files if not file.exists()]
     if pending and not compare_only:
         options = ServingOptions(
