@@ -12,6 +12,7 @@ import pytest
 
 from dooly_backend.errors import InputError
 from dooly_backend.simulation.records import (
+    KvCacheGroup,
     RequestRecord,
     Run,
     ScheduledRequest,
@@ -22,7 +23,9 @@ from dooly_backend.simulation.records import (
 )
 from dooly_backend.simulation.run_file import load_run, save_run
 
-LIMITS = ServingLimits(8, 64, 512, 100, 16, policy="priority")
+LIMITS = ServingLimits(
+    8, 64, 512, 100, 16, policy="priority", kv_groups=(KvCacheGroup(16), KvCacheGroup(16, 40))
+)
 
 
 def random_run(seed: int, timed: bool = True) -> Run:

@@ -11,9 +11,10 @@ import pandas as pd
 import pytest
 
 from dooly_backend.database import Database
-from dooly_backend.database.records import KvCapacity, StepCost
+from dooly_backend.database.records import KvCapacity, KvGroup, StepCost
 from dooly_backend.errors import InputError
 from dooly_backend.simulation.limits import kv_blocks, serving_limits
+from dooly_backend.simulation.records import KvCacheGroup
 from tests.sample_records import ATTENTION, CPU, H200, LINEAR, QWEN, ROPE, SAMPLER, at, store
 
 Dooly = Callable[..., subprocess.CompletedProcess[str]]
@@ -157,3 +158,27 @@ def test_the_profile_knows_the_size_of_the_cache() -> None:
     given = serving_limits(QWEN, H200, {"kv_cache_gib": 2.0}, capacity)
     assert given.num_gpu_blocks == 2048
     assert serving_limits(QWEN, H200, {"num_gpu_blocks": 77}, capacity).num_gpu_blocks == 77
+
+
+def groups_of(**given: object) -> tuple[KvCacheGroup, ...]:
+    """Of a model with these KV cache groups, as its profile knows them."""
+    kinds: dict[str, KvGroup] = {
+        "full": KvGroup("FullAttentionSpec", 13, 16, 1 << 12),
+        "window": KvGroup("SlidingWindowSpec", 13, 16, 1 << 12, 4096),
+        "state": KvGroup("MambaSpec", 13, 16, 1 << 12),
+        "chunk": KvGroup("ChunkedLocalAttentionSpec", 13, 16, 1 << 12),
+    }
+    groups = tuple(kinds[name] for name in str(given.pop("groups")).split())
+    capacity = KvCapacity(1 << 20, groups, 1 << 30, 141 << 30, 8192)
+    return serving_limits(QWEN, H200, given, capacity).kv_groups
+
+
+def test_the_profile_knows_the_groups_of_the_cache() -> None:
+    assert groups_of(groups="full") == ()
+    assert groups_of(groups="full window") == (KvCacheGroup(16), KvCacheGroup(16, 4096))
+    assert groups_of(groups="full", block_size=32) == ()
+    states = groups_of(groups="full state", enable_prefix_caching=False, max_model_len=999)
+    assert states == (KvCacheGroup(16), KvCacheGroup(999))
+    for unknown in (groups_of(groups="full state"), groups_of(groups="full chunk")):
+        assert unknown[0].unmodelled is None
+        assert unknown[1].unmodelled is not None

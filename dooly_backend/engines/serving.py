@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from dooly_backend.config import ModelDescription
 from dooly_backend.errors import InputError
-from dooly_backend.simulation.records import Run, ServingLimits, ServingRequest
+from dooly_backend.simulation.records import KvCacheGroup, Run, ServingLimits, ServingRequest
 
 
 class Arrivals(Protocol):
@@ -111,6 +111,24 @@ def boot_server(options: ServingOptions) -> Server:
     raise InputError(f"unknown engine {options.engine!r}: use vllm")
 
 
+#: What one of these is named after is in blocks as full attention is.
+_FULL = ("FullAttentionSpec", "MLAAttentionSpec", "UniformTypeKVCacheSpecs")
+_WINDOW = ("SlidingWindowSpec", "SlidingWindowMLASpec")
+
+
+def kv_group(kind: str, block_size: int, window: int | None, caches: bool) -> KvCacheGroup:
+    """A group of the engine's cache, by the name of its spec.
+
+    `caches` says whether prefixes are cached.
+    """
+    if kind in _FULL or (kind == "MambaSpec" and not caches):
+        return KvCacheGroup(block_size)
+    if kind in _WINDOW and window is not None:
+        return KvCacheGroup(block_size, window)
+    suffix = " and prefix caching" if kind == "MambaSpec" else ""
+    return KvCacheGroup(block_size, window, unmodelled=kind + suffix)
+
+
 def refuse_limits(limits: ServingLimits) -> None:
     """Raise InputError for limits that no engine takes."""
     for name in (
@@ -138,6 +156,21 @@ def refuse_limits(limits: ServingLimits) -> None:
         raise InputError(
             "long_prefill_token_threshold is 0 or more, watermark a part of the blocks below 1"
         )
+    _refuse_groups(limits)
+
+
+def _refuse_groups(limits: ServingLimits) -> None:
+    for group in limits.kv_groups:
+        if group.unmodelled:
+            raise InputError(f"the schedule of a KV cache with {group.unmodelled} is not modelled")
+        if group.block_size < 1 or (group.window is not None and group.window < 2):
+            raise InputError(f"a KV cache group of {group}: blocks hold 1 token, windows 2 or more")
+    sizes = {group.block_size for group in limits.kv_groups}
+    if limits.enable_prefix_caching and not sizes <= {limits.block_size}:
+        raise InputError(
+            f"prefix caching with blocks of {', '.join(map(str, sorted(sizes)))} tokens beside "
+            "each other is not modelled: simulate without it (--no-enable-prefix-caching)"
+        )
 
 
 def refuse_too_long(requests: Sequence[ServingRequest], limits: ServingLimits) -> None:
@@ -152,8 +185,12 @@ def refuse_too_long(requests: Sequence[ServingRequest], limits: ServingLimits) -
                 f"{limits.max_model_len}: shorten it or raise max_model_len"
             )
         # The last token is sampled and never computed; block 0 is the null block.
-        if -(-(tokens - 1) // limits.block_size) > limits.num_gpu_blocks - 1:
+        needed = sum(
+            min(-(-(tokens - 1) // group.block_size), limits.most_blocks(group))
+            for group in limits.groups
+        )
+        if needed > limits.num_gpu_blocks - 1:
             raise InputError(
-                f"request {request.id} has {tokens} tokens and the KV cache holds "
-                f"{(limits.num_gpu_blocks - 1) * limits.block_size}: give it more blocks"
+                f"request {request.id} has {tokens} tokens, which take {needed} blocks, and the KV "
+                f"cache holds {limits.num_gpu_blocks - 1}: give it more blocks"
             )

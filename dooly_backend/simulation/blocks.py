@@ -8,7 +8,8 @@ freed. Which unhashed block is which decides nothing: they are a number here.
 Hashed blocks that no request can hit any more (those of a finished request
 beyond a shared prefix) are numbers in the queue, too; the others are `Block`s.
 
-One KV cache group of full attention is modelled, without partial hits.
+All KV cache groups take their blocks from here, each with keys of its own. Partial hits are
+not modelled.
 """
 
 from __future__ import annotations

@@ -105,6 +105,7 @@ class _Simulation:
             # The step under way sampled a token for each of these, as the last one of these does.
             last = Step()
             last.tasks = last.samples = list(running)
+            last.queries = [1] * len(running)
             self._queue[0] = last
         self._scheduler.advance(steps)
         self._calls += steps

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from dooly_backend.database.records import Configuration, Environment, KvCapacity
 from dooly_backend.engines.kv_cache import GIB, token_bytes
+from dooly_backend.engines.serving import kv_group
 from dooly_backend.errors import InputError
-from dooly_backend.simulation.records import ServingLimits
+from dooly_backend.simulation.records import KvCacheGroup, ServingLimits
 
 # Defaults of vLLM's server: `EngineArgs.get_batch_defaults`, `vllm/engine/arg_utils.py`
 # (0.25.1 line 2397, 0.32 line 2894): accelerators of 70 GiB and more, others, CPUs.
@@ -51,11 +52,30 @@ def serving_limits(
         "version": environment.engine_version,
     }
     limits = {**defaults, **values}
+    if capacity is not None:
+        limits.setdefault("kv_groups", _groups(capacity, limits, configuration.block_size))
     if "num_gpu_blocks" not in limits:
         if gib is None and cpu:
             gib = _CPU_KV_CACHE_GIB
         limits["num_gpu_blocks"] = _blocks(configuration, gib, capacity)
     return ServingLimits(**limits)
+
+
+def _groups(
+    capacity: KvCapacity, limits: Mapping[str, Any], profiled_block_size: int
+) -> tuple[KvCacheGroup, ...]:
+    caches = limits.get("enable_prefix_caching", True)
+    groups = []
+    for each in capacity.groups:
+        size = each.block_size
+        if size == profiled_block_size:
+            size = limits["block_size"]
+        group = kv_group(each.kind, size, each.sliding_window, caches)
+        if each.kind == "MambaSpec" and not caches:
+            # One state per request (`mamba_cache_mode` "none").
+            group = replace(group, block_size=limits["max_model_len"])
+        groups.append(group)
+    return () if groups == [KvCacheGroup(limits["block_size"])] else tuple(groups)
 
 
 def _blocks(configuration: Configuration, gib: float | None, capacity: KvCapacity | None) -> int:

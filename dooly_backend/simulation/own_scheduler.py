@@ -1,8 +1,8 @@
 """The scheduler of vLLM in plain Python: which requests a step computes, and how much of each.
 
 It follows `vllm/v1/core/sched/scheduler.py` and `async_scheduler.py` of 0.32.0,
-and of 0.25.1 where `ServingLimits.version` says so, for models with one KV cache
-group of full attention, without speculative decoding, LoRA or connectors.
+and of 0.25.1 where `ServingLimits.version` says so, without speculative decoding,
+LoRA or connectors.
 tests/test_scheduler_equal.py holds it against the original.
 
 Where every running request decodes and nothing else can happen, many steps are
@@ -11,13 +11,11 @@ the same but for the contexts: `stride` tells how many, `advance` takes them.
 
 from __future__ import annotations
 
-from dooly_backend.simulation.blocks import Block, BlockPool
-from dooly_backend.simulation.records import ServingLimits
+from dooly_backend.simulation.kv_cache import KvCache
+from dooly_backend.simulation.kv_groups import GroupedKvCache
+from dooly_backend.simulation.records import KvCacheGroup, ServingLimits
+from dooly_backend.simulation.rules import Rules
 from dooly_backend.simulation.tasks import PriorityQueue, Queue, Step, Task
-
-#: Since this version one request alone is never held to long_prefill_token_threshold, and a
-#: preempted request that stands before the scanned one always moves the scan back by one.
-_RULES_OF_032 = (0, 32)
 
 
 class Scheduler:
@@ -27,18 +25,16 @@ class Scheduler:
         self.limits = limits
         self.running: list[Task] = []
         self.waiting = PriorityQueue() if limits.policy == "priority" else Queue()
-        self.pool = BlockPool(limits.num_gpu_blocks)
+        self.cache: KvCache | GroupedKvCache
+        simple = limits.groups == (KvCacheGroup(limits.block_size),)
+        self.cache = KvCache(limits) if simple else GroupedKvCache(limits)
         self.steps = 0  # that computed anything
         self.finished: list[Task] = []  # since the caller last looked
         self._unfinished = 0
         self._unreported = False  # a request ended and no step has told the workers
         self._blocked = False  # the first waiting request needs more blocks than there are
-        # Tokens that a block has when it gets a hash: never, without prefix caching.
-        self._hash_size = limits.block_size if limits.enable_prefix_caching else 1 << 62
         self._watermark = int(limits.watermark * limits.num_gpu_blocks)
-        numbers = limits.version.split(".")[:2]
-        whole = len(numbers) == 2 and all(number.isdigit() for number in numbers)
-        self._new_rules = not whole or tuple(map(int, numbers)) >= _RULES_OF_032
+        self._rules = Rules.of(limits.version)
 
     def add(self, task: Task) -> None:
         """Put a request that has come into the queue."""
@@ -59,7 +55,7 @@ class Scheduler:
         step = Step()
         eligible = len(self.running) + len(self.waiting)
         threshold = self.limits.long_prefill_token_threshold
-        if self._new_rules and eligible <= 1:
+        if self._rules.frees_lone_request and eligible <= 1:
             threshold = 0
         budget = self._schedule_running(step, threshold)
         self._blocked = False
@@ -72,7 +68,7 @@ class Scheduler:
 
     def _schedule_running(self, step: Step, threshold: int) -> int:
         """Those that run go first; returns how many tokens the step has left."""
-        running, size = self.running, self.limits.block_size
+        running, size, cache = self.running, self.limits.block_size, self.cache
         longest = self.limits.max_model_len
         budget = self.limits.max_num_batched_tokens
         tasks, queries, contexts = step.tasks, step.queries, step.contexts
@@ -94,9 +90,9 @@ class Scheduler:
                 place += 1
                 continue
             end = computed + count
-            if end > task.held * size or end >= task.hashed_end + self._hash_size:
+            if end > task.held * size or end >= task.hashed_end + cache.hash_size:
                 preempted = False
-                while not (preempted or self._extend(task, end)):
+                while not (preempted or cache.extend(task, end)):
                     victim, moved, freed = self._choose_victim(step, place)
                     place -= moved
                     budget += freed
@@ -128,38 +124,30 @@ class Scheduler:
             index_in_step = step.tasks.index(victim)
             del step.tasks[index_in_step], step.contexts[index_in_step]
             freed = step.queries.pop(index_in_step)
-        moved = index < place if self._new_rules else was_scheduled
+        moved = index < place if self._rules.always_moves_back else was_scheduled
         return victim, int(moved), freed
 
     def _schedule_waiting(self, step: Step, threshold: int, budget: int) -> None:
         limits = self.limits
-        size = limits.block_size
         while budget > 0 and self.waiting and len(self.running) < limits.max_num_seqs:
             task = self.waiting.first()
-            hits = self._hits(task)
-            computed = len(hits) * size
+            computed = self.cache.find(task)
             count = task.known - computed
             if 0 < threshold < count:
                 count = threshold
             if not limits.enable_chunked_prefill and count > budget:
                 return
             count = min(count, budget)
-            # Blocks that it hits and nobody holds are free ones, too.
-            spare = self.pool.free - sum(block.place is not None for block in hits)
-            if self.running:
-                spare -= self._watermark
-            whole = min(task.known, limits.max_model_len)
-            needed = max(whole if limits.scheduler_reserve_full_isl else 0, computed + count)
-            if max(-(-needed // size) - len(hits), 0) > spare:
+            whole = 0
+            if limits.scheduler_reserve_full_isl:
+                whole = min(task.known, limits.max_model_len)
+            spared = self._watermark if self.running else 0
+            if not self.cache.admit(task, computed + count, whole, spared):
                 self._blocked = True
                 return
             self.waiting.pop()
-            self.pool.touch(hits)
-            task.blocks = hits
-            task.held = len(hits)
-            task.computed = task.hashed_end = computed
+            task.computed = computed
             task.running = True
-            self._extend(task, computed + count)
             self.running.append(task)
             step.tasks.append(task)
             step.queries.append(count)
@@ -176,6 +164,7 @@ class Scheduler:
                 task.first_step = number
                 task.cached_tokens = task.computed
             task.computed += count
+            task.in_flight += count
             if task.computed >= task.known + task.pending:
                 samples.append(task)
                 stretches = task.stretches
@@ -189,19 +178,22 @@ class Scheduler:
 
     def update(self, step: Step) -> None:
         """Take the result of a step; requests that have all their tokens end."""
-        waited, size = self.limits.async_scheduling, self._hash_size
+        waited, size = self.limits.async_scheduling, self.cache.hash_size
+        if self.cache.has_windows:
+            for task, count in zip(step.tasks, step.queries, strict=True):
+                task.in_flight -= count
         for task in step.samples:
             task.known += 1
             if waited and task.running:
                 task.pending -= 1
                 if task.computed - task.pending >= task.hashed_end + size:
-                    self._cache(task, task.computed - task.pending)
+                    self.cache.cache(task, task.computed - task.pending)
             if task.known == task.total:
                 self._finish(task)
 
     def _finish(self, task: Task) -> None:
         if task.running:
-            self._free(task)
+            self.cache.free(task)
             self.running.remove(task)
         else:
             self.waiting.remove(task)
@@ -211,63 +203,11 @@ class Scheduler:
         self._blocked = False
 
     def _preempt(self, task: Task) -> None:
-        if self.limits.enable_prefix_caching and not task.tracked:
-            # From now on it can hit its own blocks.
-            task.tracked = True
-            own = range(len(task.blocks), task.hashed_end // self.limits.block_size)
-            task.blocks += [self.pool.cache(task.key(index)) for index in own]
-        self._free(task)
+        self.cache.preempt(task)
         task.running = False
         task.computed = task.pending = 0
         task.preemptions += 1
         self.waiting.put_back(task)
-
-    # -- blocks ----------------------------------------------------------------------------
-
-    def _hits(self, task: Task) -> list[Block]:
-        """The blocks that hold the beginning of the request, but not all of it."""
-        hits: list[Block] = []
-        if not self.limits.enable_prefix_caching:
-            return hits
-        most = (task.known - 1) // self.limits.block_size
-        if not task.tracked:
-            most = min(most, task.shared_blocks)
-        for index in range(most):
-            block = self.pool.find(task.key(index))
-            if block is None:
-                break
-            hits.append(block)
-        return hits
-
-    def _extend(self, task: Task, tokens: int) -> bool:
-        """Give it blocks for `tokens` tokens, if there are enough."""
-        held = -(-tokens // self.limits.block_size)
-        if held > task.held:
-            if held - task.held > self.pool.free:
-                return False
-            self.pool.allocate(held - task.held)
-            task.held = held
-        self._cache(task, min(tokens, task.known))
-        return True
-
-    def _cache(self, task: Task, tokens: int) -> None:
-        """Its full blocks of the first `tokens` tokens get a hash."""
-        size = self.limits.block_size
-        if tokens < task.hashed_end + self._hash_size:
-            return
-        full = tokens // size
-        hit = full if task.tracked else min(full, task.shared_blocks)
-        if len(task.blocks) < hit:
-            fresh = range(len(task.blocks), hit)
-            task.blocks += [self.pool.cache(task.key(index)) for index in fresh]
-        task.hashed_end = full * size
-
-    def _free(self, task: Task) -> None:
-        hashed = task.hashed_end // self.limits.block_size
-        cannot_be_hit = hashed - len(task.blocks)
-        self.pool.release(task.held - hashed, cannot_be_hit, reversed(task.blocks))
-        task.held = task.hashed_end = 0
-        task.blocks = []
 
     # -- many steps ------------------------------------------------------------------------
 
@@ -280,7 +220,9 @@ class Scheduler:
         running, limits = self.running, self.limits
         if not running or len(running) > limits.max_num_batched_tokens:
             return 0
-        if self.waiting and len(running) < limits.max_num_seqs and not self._blocked:
+        # Who is blocked stays so while nobody gives a block back.
+        blocked = self._blocked and not self.cache.has_windows
+        if self.waiting and len(running) < limits.max_num_seqs and not blocked:
             return 0
         pending = int(limits.async_scheduling)
         # The step that samples the last token is not taken, as it ends the request; where
@@ -297,28 +239,21 @@ class Scheduler:
         low, high = 0, most  # the most steps that the free blocks suffice for
         while low < high:
             middle = high if low == 0 and high == most else (low + high + 1) // 2
-            if self._needed(middle) <= self.pool.free:
+            if self.cache.needed(running, middle) <= self.cache.pool.free:
                 low = middle
             else:
                 high = middle - 1
         return low
 
-    def _needed(self, steps: int) -> int:
-        """Blocks that so many steps of decoding take."""
-        size = self.limits.block_size
-        last = size - 1 + steps
-        return sum((task.computed + last) // size - task.held for task in self.running)
-
     def advance(self, steps: int) -> None:
         """Take `steps` steps, as many as `stride` told at most."""
-        size, behind = self.limits.block_size, int(self.limits.async_scheduling)
-        self.pool.allocate(self._needed(steps))
+        behind = int(self.limits.async_scheduling)
+        for task in self.running:
+            task.known += steps
+        self.cache.advance(self.running, steps, behind)
         for task in self.running:
             task.computed += steps
-            task.known += steps
-            task.held = -(-task.computed // size)
-            if task.computed - behind >= task.hashed_end + self._hash_size:
-                self._cache(task, task.computed - behind)
+            task.in_flight = behind
             stretches = task.stretches
             if stretches and stretches[-2] + stretches[-1] == self.steps:
                 stretches[-1] += steps

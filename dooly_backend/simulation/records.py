@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from dooly_backend.simulation.rules import Rules
 from dooly_backend.workload import Batch
 
 Integers = npt.NDArray[np.int64]
@@ -38,10 +39,24 @@ class ServingRequest:
 
 
 @dataclass(frozen=True)
+class KvCacheGroup:
+    """Layers that share block tables. Sizes are tokens.
+
+    `unmodelled` names what the schedulers here do not know; such limits are refused.
+    """
+
+    block_size: int
+    window: int | None = None  # of sliding-window attention, at least 2; None: full attention
+    unmodelled: str | None = None
+
+
+@dataclass(frozen=True)
 class ServingLimits:
     """The engine's settings that decide a schedule, under vLLM's names.
 
     `version` is the vLLM whose scheduler it is: rules change between versions.
+    `kv_groups` are the model's KV cache groups, all with blocks from one pool, in
+    the engine's order; none mean one of full attention.
     """
 
     max_num_seqs: int
@@ -57,6 +72,25 @@ class ServingLimits:
     watermark: float = 0.0  # part of the blocks that admissions leave free
     scheduler_reserve_full_isl: bool = True  # admit only prompts that fit as a whole
     version: str = "0.32.0"
+    kv_groups: tuple[KvCacheGroup, ...] = ()
+
+    @property
+    def groups(self) -> tuple[KvCacheGroup, ...]:
+        """`kv_groups`, or the one group that none mean."""
+        return self.kv_groups or (KvCacheGroup(self.block_size),)
+
+    @property
+    def max_concurrent_batches(self) -> int:
+        """Steps that may be under way at once."""
+        return 2 if self.async_scheduling else 1
+
+    def most_blocks(self, group: KvCacheGroup) -> int:
+        """Blocks that a request holds of `group` at most (`max_admission_blocks_per_request`)."""
+        if group.window is None:
+            return -(-self.max_model_len // group.block_size)
+        batches = self.max_concurrent_batches if Rules.of(self.version).counts_in_flight else 1
+        tokens = group.window - 1 + batches * self.max_num_batched_tokens
+        return -(-min(tokens, self.max_model_len) // group.block_size) + 1
 
 
 @dataclass(frozen=True)

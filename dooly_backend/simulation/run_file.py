@@ -19,6 +19,7 @@ from typing import Any
 
 from dooly_backend.errors import InputError
 from dooly_backend.simulation.records import (
+    KvCacheGroup,
     RequestRecord,
     Run,
     ScheduledRequest,
@@ -182,9 +183,12 @@ def from_json(values: dict[str, Any]) -> Run:
         for i in range(len(rows["id"]))
     )
     limits = values["limits"]
-    return Run(
-        steps, requests, None if limits is None else ServingLimits(**limits), values["about"]
-    )
+    return Run(steps, requests, None if limits is None else _limits(limits), values["about"])
+
+
+def _limits(values: dict[str, Any]) -> ServingLimits:
+    groups = tuple(KvCacheGroup(**group) for group in values.get("kv_groups", ()))
+    return ServingLimits(**{**values, "kv_groups": groups})
 
 
 def _time(columns: dict[str, Any], index: int) -> StepTime:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from heapq import heapify, heappop, heappush
+from typing import TYPE_CHECKING
 
 from dooly_backend.simulation.blocks import Block
 from dooly_backend.simulation.records import ServingRequest
+
+if TYPE_CHECKING:
+    from dooly_backend.simulation.kv_groups import Table
 
 
 class Task:
@@ -20,6 +24,8 @@ class Task:
         "hashed_end",
         "held",
         "id",
+        "in_flight",
+        "junction",
         "known",
         "order",
         "own_key",
@@ -27,9 +33,11 @@ class Task:
         "preemptions",
         "prefix_key",
         "priority",
+        "prompt",
         "running",
         "shared_blocks",
         "stretches",
+        "tables",
         "total",
         "tracked",
         "turn",
@@ -39,6 +47,7 @@ class Task:
         self.id = request.id
         self.order = order  # of arrival
         self.priority = request.priority
+        self.prompt = request.prompt_tokens
         self.total = request.prompt_tokens + request.output_tokens
         self.known = request.prompt_tokens  # prompt, and output that has come back
         self.computed = 0  # or under way
@@ -51,6 +60,11 @@ class Task:
         self.hashed_end = 0
         self.blocks: list[Block] = []
         self.tracked = False
+        # Where there are several KV cache groups or windows, instead: a table per group, tokens
+        # under way, and blocks of its prompt up to which a group found more than it could take.
+        self.tables: list[Table] = []
+        self.in_flight = 0
+        self.junction = 0
         shared = 0 if request.prefix is None else min(request.prefix_tokens, request.prompt_tokens)
         self.shared_blocks = shared // block_size
         # Keys of equal blocks are equal, all others differ.

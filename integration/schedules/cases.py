@@ -11,6 +11,7 @@ import numpy as np
 from dooly_backend.regression.clock import ClockResponse
 from dooly_backend.simulation.records import (
     Batches,
+    KvCacheGroup,
     Run,
     ServingLimits,
     ServingRequest,
@@ -142,6 +143,32 @@ def _requests(rng: random.Random, limits: ServingLimits) -> tuple[ServingRequest
     return tuple(requests)
 
 
+def grouped_case(seed: int, version: str = "0.32.0") -> Case:
+    """As `random_case`, with a window or several KV cache groups of one pool."""
+    case = random_case(seed, version)
+    rng = random.Random(-seed - 1)
+    size = case.limits.block_size
+    windows = rng.choice(
+        [
+            (None, "a"),
+            (None, "a"),
+            (None, "a", "a", "a"),
+            (None, None, "a"),
+            ("a",),
+            ("a", "b"),
+            (None, "a", "b"),
+        ]
+    )
+    length = {name: rng.choice([2, size, size + 1, 3 * size - 1, 70]) for name in "ab"}
+    if length["a"] == length["b"]:
+        length["b"] += size
+    groups = tuple(KvCacheGroup(size, name and length[name]) for name in windows)
+    limits = replace(case.limits, kv_groups=groups)
+    fits = 1 + sum(limits.most_blocks(group) for group in groups)
+    blocks = fits + rng.choice([0, 1, 2, 5, 10, 40, 400])
+    return replace(case, limits=replace(limits, num_gpu_blocks=blocks))
+
+
 def scaled(case: Case) -> Case:
     """By the clock: arrivals in seconds, of which a decode step takes about one in 1024."""
     if case.feed:
@@ -183,6 +210,12 @@ def cases(count: int, seed: int = 0, version: str = "0.32.0") -> dict[str, Case]
     corners = {f"corner {i}": case for i, case in enumerate(corner_cases(version))}
     numbers = range(seed, seed + count)
     return corners | {f"case {n}": scaled(random_case(n, version)) for n in numbers}
+
+
+def grouped_cases(count: int, seed: int = 0, version: str = "0.32.0") -> dict[str, Case]:
+    """`count` random cases with windows, by name."""
+    numbers = range(seed, seed + count)
+    return {f"grouped {n}": scaled(grouped_case(n, version)) for n in numbers}
 
 
 def differences(expected: Run, found: Run) -> list[str]:

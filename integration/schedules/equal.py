@@ -1,6 +1,7 @@
 """Run random cases through vLLM's scheduler and ours, and compare every step and time.
 
 python -m integration.schedules.equal --cases 3000 --seed 1
+python -m integration.schedules.equal --cases 1000 --groups
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import click
 
-from integration.schedules.cases import Case, differences
+from integration.schedules.cases import Case, differences, grouped_cases
 from integration.schedules.cases import cases as make_cases
 
 NAMES = (
@@ -30,16 +31,18 @@ NAMES = (
 @click.command()
 @click.option("--cases", default=1000, show_default=True)
 @click.option("--seed", default=0, show_default=True, help="Of the first case.")
+@click.option("--groups", is_flag=True, help="Cases with several KV cache groups and windows.")
 @click.option("--keep-going", is_flag=True, help="Do not stop at the first difference.")
 @click.option("-o", "--out", type=click.Path(path_type=Path), help="A JSON file.")
-def main(cases: int, seed: int, keep_going: bool, out: Path | None) -> None:
+def main(cases: int, seed: int, groups: bool, keep_going: bool, out: Path | None) -> None:
     """Compare CASES random cases; exit code 1 where one differs."""
     from dooly_backend.engines.vllm_boot import import_vllm
 
     import_vllm(None)
     counts: Counter[str] = Counter()
     seconds: Counter[str] = Counter()
-    for name, case in make_cases(cases, seed, vllm_version()).items():
+    make = grouped_cases if groups else make_cases
+    for name, case in make(cases, seed, vllm_version()).items():
         problems = compare(case, counts, seconds)
         counts["cases"] += 1
         if problems:

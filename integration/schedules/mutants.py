@@ -18,19 +18,34 @@ from typing import Any
 
 import click
 
-from dooly_backend.simulation import blocks, fast, own_scheduler, tasks
+from dooly_backend.simulation import blocks, fast, kv_cache, kv_groups, own_scheduler, tasks
 from dooly_backend.simulation.scheduler import simulate
 from integration.schedules.cases import cases as make_cases
-from integration.schedules.cases import differences
+from integration.schedules.cases import differences, grouped_cases
 from integration.schedules.equal import vllm_version
 
-BLOCKS, TASKS, SCHEDULER = "blocks", "tasks", "own_scheduler"
-_CLASSES = ("BlockPool", "PriorityQueue", "Queue", "Scheduler", "Step", "Task")
+BLOCKS, TASKS, CACHE, GROUPS, SCHEDULER = (
+    "blocks",
+    "tasks",
+    "kv_cache",
+    "kv_groups",
+    "own_scheduler",
+)
+_CLASSES = (
+    "BlockPool",
+    "GroupedKvCache",
+    "KvCache",
+    "PriorityQueue",
+    "Queue",
+    "Scheduler",
+    "Step",
+    "Task",
+)
 #: What is wrong, where, the line as it is and as it would be.
 MUTANTS = (
     (
         "a request's first blocks are evicted first",
-        SCHEDULER,
+        CACHE,
         "cannot_be_hit, reversed(task.blocks))",
         "cannot_be_hit, list(task.blocks))",
     ),
@@ -48,34 +63,34 @@ MUTANTS = (
     ),
     (
         "a prompt may be found in the cache as a whole",
-        SCHEDULER,
-        "most = (task.known - 1) // self.limits.block_size",
-        "most = task.known // self.limits.block_size",
+        CACHE,
+        "most = (task.known - 1) // self._block_size",
+        "most = task.known // self._block_size",
     ),
     (
         "blocks that are hit count as free",
-        SCHEDULER,
-        "spare = self.pool.free - sum(block.place is not None for block in hits)",
-        "spare = self.pool.free",
+        CACHE,
+        "self.pool.free - sum(block.place is not None for block in hits) - spared",
+        "self.pool.free - spared",
     ),
     (
         "no request ever finds its own blocks again",
-        SCHEDULER,
+        CACHE,
         "task.tracked = True",
         "task.tracked = False",
     ),
     (
         "blocks are hashed when they are scheduled, not when their tokens are known",
-        SCHEDULER,
-        "self._cache(task, min(tokens, task.known))",
-        "self._cache(task, tokens)",
+        CACHE,
+        "self.cache(task, min(end, task.known))",
+        "self.cache(task, end)",
     ),
-    ("no watermark", SCHEDULER, "spare -= self._watermark", "spare -= 0"),
+    ("no watermark", SCHEDULER, "spared = self._watermark if", "spared = 0 if"),
     (
         "a prompt need not fit as a whole",
         SCHEDULER,
-        "whole if limits.scheduler_reserve_full_isl else 0",
-        "0",
+        "if limits.scheduler_reserve_full_isl:",
+        "if False:",
     ),
     (
         "the oldest request is preempted",
@@ -111,14 +126,74 @@ MUTANTS = (
     (
         "steps at once do not stop for blocks",
         SCHEDULER,
-        "if self._needed(middle) <= self.pool.free:",
+        "if self.cache.needed(running, middle) <= self.cache.pool.free:",
         "if True:",
     ),
     (
         "steps at once do not wait for who could be admitted",
         SCHEDULER,
-        "len(running) < limits.max_num_seqs and not self._blocked:",
+        "len(running) < limits.max_num_seqs and not blocked:",
         "False:",
+    ),
+    (
+        "windows: all blocks before a hit are needed",
+        GROUPS,
+        "needed = _seen(self._groups[members[0]])",
+        "needed = most",
+    ),
+    (
+        "windows: one block less is needed for a hit",
+        GROUPS,
+        "if run >= needed:",
+        "if run >= max(needed - 1, 1):",
+    ),
+    (
+        "windows: nothing is given back before the end",
+        GROUPS,
+        "if start <= table.start:",
+        "if True:",
+    ),
+    (
+        "windows: the first block that is not seen is evicted first",
+        GROUPS,
+        "hashed = [block for block in reversed(blocks) if block is not None]",
+        "hashed = [block for block in blocks if block is not None]",
+    ),
+    (
+        "windows: tokens under way are not seen any more",
+        GROUPS,
+        "_first(group, task.computed - in_flight)",
+        "_first(group, task.computed)",
+    ),
+    (
+        "windows: all their blocks get a hash",
+        GROUPS,
+        "if group.window is None or self._rules.hashes_all_of_windows:",
+        "if True:",
+    ),
+    (
+        "windows: where another group found more, nothing is kept",
+        GROUPS,
+        "if longest > found and len(self._groups) > 1:",
+        "if False:",
+    ),
+    (
+        "windows: a prompt must fit as if there were none",
+        GROUPS,
+        "max(min(-(-whole // group.block_size), most) - found, 0)",
+        "max(-(-whole // group.block_size) - found, 0)",
+    ),
+    (
+        "windows: who is blocked stays so while others decode",
+        SCHEDULER,
+        "self._blocked and not self.cache.has_windows",
+        "self._blocked",
+    ),
+    (
+        "windows: of many steps, blocks are given back at the end",
+        GROUPS,
+        "sorted(events)",
+        "sorted(events, key=lambda event: event[2] < len(self._groups))",
     ),
 )
 
@@ -128,12 +203,12 @@ MUTANTS = (
 @click.option("--seed", default=0, show_default=True, help="Of the first case.")
 @click.option("-o", "--out", type=click.Path(path_type=Path), help="A Markdown table.")
 def main(cases: int, seed: int, out: Path | None) -> None:
-    """Run CASES random cases through every mutant."""
+    """Run CASES random cases of either kind through every mutant."""
     from dooly_backend.engines.vllm_boot import import_vllm
 
     import_vllm(None)
     version = vllm_version()
-    made = list(make_cases(cases, seed, version).values())
+    made = list((make_cases(cases, seed, version) | grouped_cases(cases, seed, version)).values())
     expected = [simulate(c.requests, c.limits, c.timer, "engine", **c.feed) for c in made]
     lines = [
         f"Cases of {len(made)} (vLLM {version}) that notice a changed rule:",
@@ -168,7 +243,13 @@ def mutated(module: str, old: str, new: str) -> Iterator[None]:
     """Our scheduler with one line changed while the block runs."""
     sources = {
         name: Path(str(real.__file__)).read_text()
-        for name, real in ((BLOCKS, blocks), (TASKS, tasks), (SCHEDULER, own_scheduler))
+        for name, real in (
+            (BLOCKS, blocks),
+            (TASKS, tasks),
+            (CACHE, kv_cache),
+            (GROUPS, kv_groups),
+            (SCHEDULER, own_scheduler),
+        )
     }
     if sources[module].count(old) != 1:
         raise ValueError(f"{module} does not hold {old!r} once: bring the mutant up to date")
