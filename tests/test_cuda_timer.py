@@ -20,7 +20,7 @@ class Event:
         self.at_us = 0.0
 
     def record(self) -> None:
-        self.at_us = self._device.run(launch_us=1.0, us=0.0)
+        self.at_us = self._device.run(launch_us=1.0, us=self._device.event_us)
 
     def query(self) -> bool:
         return self.at_us <= self._device.host_us
@@ -39,6 +39,8 @@ class Device:
         self.host_us = 0.0
         self.free_us = 0.0
         self.slept: list[float] = []
+        self.event_us = 0.0
+        self.gap_us = 0.0  # before every kernel
 
     def run(self, launch_us: float, us: float) -> float:
         """Launch a kernel; when it ends."""
@@ -59,13 +61,16 @@ class Device:
     def flush(self) -> None:
         self.run(5.0, 100.0)
 
+    def small(self) -> None:
+        self.run(5.0, self.gap_us + 1.5)
+
     def synchronize(self) -> None:
         self.host_us = max(self.host_us, self.free_us)
 
     def kernels(self, count: int, launch_us: float, us: float) -> Kernels:
         def call() -> None:
             for _ in range(count):
-                self.run(launch_us, us)
+                self.run(launch_us, self.gap_us + us)
 
         return call
 
@@ -90,6 +95,17 @@ def test_a_short_call_is_hidden_behind_a_short_sleep(timer: CudaTimer, device: D
     call = device.kernels(4, launch_us=10, us=3)
     assert truth(timer.time(call), 12)
     assert device.slept == [1000]
+
+
+def test_sums_of_calls_are_what_a_stream_of_them_takes() -> None:
+    """The events' own time is taken off; the rest between two kernels is part of a step."""
+    device = Device()
+    device.event_us, device.gap_us = 0.6, 0.8
+    timer = CudaTimer(device)  # type: ignore[arg-type]
+    calls = [device.kernels(count, launch_us=10, us=3) for count in (1, 2, 5)]
+    stream = 8 * (3 + 0.8)
+    assert sum(timer.time(call).us for call in calls) == pytest.approx(stream)
+    assert timer.empty_us == pytest.approx(0.6)
 
 
 def test_a_call_that_takes_long_to_launch_is_seen_and_then_hidden(

@@ -279,9 +279,11 @@ class ClockStep:
     """One of many steps in a row, as the device ran it: how its clock gives way under load.
 
     `pattern` names the row, in which the step is number `place`; `begin_us` counts
-    from the row's first step.
+    from the row's first step. Few layers make short steps, which show how quickly
+    the clock follows.
     """
 
+    num_layers: int
     pattern: str
     place: int
     tokens: int  # new tokens of the step

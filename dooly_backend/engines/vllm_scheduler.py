@@ -9,8 +9,8 @@ thing at a time; the device runs steps in the order in which they are launched.
   at `start`, the first kernel goes out at `start + host`, and at
   `launched = start + host + launch` the whole step is with the device.
 - The device begins when it is free, and is not done before all is launched:
-  `ready = max(max(start + host, ready before) + device, launched)`. What a heavy
-  step takes of the device depends on those before it (`device_clock.py`).
+  `ready = max(max(start + host, ready before) + device, launched)`. What a step
+  takes of the device may depend on those before it (`device_clock.py`).
 - `step` then waits for `future.result()` and calls `update_from_output`:
   `end = ready + output`, and the next step is scheduled at `end`.
 - `step_with_batch_queue` (asynchronous scheduling, two batches under way) returns
@@ -54,7 +54,7 @@ class VirtualClock:
 
     def __init__(self, timer: StepTimer, clock: ClockResponse | None = None) -> None:
         self._timer = timer
-        self._clock = DeviceClock(clock)
+        self._clock = DeviceClock(clock) if clock else None
         self._now = 0.0
         self._device_free = 0.0
         self._under_way: dict[int, tuple[float, float]] = {}  # ready, and what the output takes
@@ -72,8 +72,8 @@ class VirtualClock:
         begin = max(self._device_free, self._now)
         self._now += time.launch_us / 1e6
         took = time.device_us / 1e6
-        if time.heavy:
-            took = self._clock.heavy(begin, took)
+        if self._clock:
+            took = self._clock.step(begin, took, time.tokens)
             time = replace(time, device_us=took * 1e6)
         self._device_free = max(begin + took, self._now)
         self._under_way[id(output)] = self._device_free, time.output_us / 1e6

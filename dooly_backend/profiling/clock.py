@@ -1,63 +1,89 @@
 """How a device's clock gives way: steps that draw much power, after rest and after one another.
 
 A GPU that computes long prefills without a pause draws more power than it may,
-and lowers its clock within some tenths of a second; while it decodes it
-recovers. Operations are timed with the device kept at work (`measure._Filler`),
-so what they take is right for a stream of prefills and too long for one after a
-rest. This measures the way from one to the other.
+and lowers its clock within some tens of milliseconds; while it idles or decodes few
+requests it recovers. Operations are timed with the device kept at work
+(`measure._Filler`), so what they take is right for a stream of prefills and too
+long for one after a rest. This measures the way from one to the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from dooly_backend.database.records import ClockStep
 from dooly_backend.engines import Engine
 from dooly_backend.errors import EngineError
 from dooly_backend.workload import Batch
 
-REST_S = 0.5  # until the clock has recovered; some time constants
+REST_S = 0.4  # until the clock has recovered; several time constants
 STREAM_S = 0.8
-#: Decodes between two prefills, in a stream of both.
-PAUSES = (1, 2, 4, 8, 16, 32)
-_DECODES, _CONTEXT = 8, 512
+#: Requests that decode beside the prefills, and how many steps of theirs lie between two
+#: prefills: many requests draw much power, too.
+PAUSES = {8: (1, 2, 4, 8, 16), 64: (2, 8), 128: (2, 8), 256: (2, 8)}
+_CONTEXT = 512
+_FEWEST_IN_STREAM = 8
 _MOST_STEPS = 2000
 
 
-def measure_clock(engine: Engine, tokens: int, repeats: int = 2) -> list[ClockStep]:
-    """Steps of `tokens` prefill tokens among decodes, in several patterns, `repeats` times each.
+def measure_clock(engine: Engine, tokens: int | None = None) -> list[ClockStep]:
+    """Steps with prefills among steps of decodes alone, in several patterns.
 
-    `tokens` must be so many that the device needs longer than the host for a step.
-    Raises EngineError where the engine cannot run them, or tells no device times.
+    A step with prefills has `tokens` new tokens; without the most that the
+    engine takes, so that the device surely needs longer than the host. Raises
+    EngineError where the engine cannot run them, or tells no device times.
     """
-    decodes = Batch.decode(_DECODES, _CONTEXT)
-    heavy = Batch.prefill(tokens)
-    light_s = _seconds(engine, decodes, None)
-    heavy_s = _seconds(engine, decodes, heavy)
-    rest = _count(REST_S, light_s)
+    tokens = tokens or engine.max_num_tokens
     found = []
-    for pattern, prefills in _patterns(rest, light_s, heavy_s, heavy, repeats):
-        for place, step in enumerate(engine.pipelined_sequence(decodes, prefills)):
-            if step.begin_us is None or step.device_us is None:
-                raise EngineError("this device tells no times of its own: it has no clock to watch")
-            fresh = prefills[place]
-            batch = decodes + fresh if fresh else decodes
-            found.append(ClockStep(pattern, place, batch.num_tokens, step.begin_us, step.device_us))
+    for requests, pauses in PAUSES.items():
+        if requests > engine.max_num_reqs:
+            continue
+        decodes = Batch.decode(requests, _CONTEXT)
+        heavy = _prefill(engine, tokens - requests)
+        light_s, heavy_s = _seconds(engine, decodes, None), _seconds(engine, decodes, heavy)
+        for pattern in _patterns(light_s, heavy_s, heavy, pauses):
+            steps = engine.pipelined_sequence(decodes, pattern.prefills)
+            for place, (fresh, step) in enumerate(zip(pattern.prefills, steps, strict=True)):
+                if step.begin_us is None or step.device_us is None:
+                    raise EngineError(
+                        "this device tells no times of its own: it has no clock to watch"
+                    )
+                found.append(
+                    ClockStep(
+                        engine.num_layers,
+                        f"{requests} requests, {pattern.name}",
+                        place,
+                        requests + (fresh.num_tokens if fresh else 0),
+                        step.begin_us,
+                        step.device_us,
+                    )
+                )
     return found
 
 
+@dataclass(frozen=True)
+class _Pattern:
+    name: str
+    prefills: Sequence[Batch | None]
+
+
 def _patterns(
-    rest: int, light_s: float, heavy_s: float, heavy: Batch, repeats: int
-) -> Iterator[tuple[str, list[Batch | None]]]:
-    """What each pattern is called, and the prefills of its steps."""
-    stream = _count(STREAM_S, heavy_s)
-    quiet: list[Batch | None] = [None] * rest
-    for turn in range(repeats):
-        yield f"stream {turn}", [*quiet, *[heavy] * stream, *quiet[: rest // 4], heavy]
-        for pause in PAUSES:
-            cycle: list[Batch | None] = [heavy, *[None] * pause]
-            cycles = _count(STREAM_S, heavy_s + pause * light_s)
-            yield f"pause {pause} {turn}", [*quiet, *cycle * cycles]
+    light_s: float, heavy_s: float, heavy: Batch, pauses: Sequence[int]
+) -> Iterator[_Pattern]:
+    quiet: list[Batch | None] = [None] * _count(REST_S, light_s)
+    stream = max(_FEWEST_IN_STREAM, _count(STREAM_S, heavy_s))
+    yield _Pattern("a stream", [*quiet, *[heavy] * stream])
+    for pause in pauses:
+        cycle: list[Batch | None] = [heavy, *[None] * pause]
+        cycles = _count(STREAM_S, heavy_s + pause * light_s)
+        yield _Pattern(f"pauses of {pause}", [*quiet, *cycle * cycles])
+
+
+def _prefill(engine: Engine, tokens: int) -> Batch:
+    """So many tokens as one request, or as few as the engine has room for in one."""
+    count = -(-tokens // (engine.max_request_len - 1))
+    return Batch.prefill(tokens // count, count=count)
 
 
 def _count(seconds: float, each_s: float) -> int:

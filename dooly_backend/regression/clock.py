@@ -1,22 +1,24 @@
-"""How a device's clock gives way under load: three numbers, fitted to steps in a row.
+"""How a device's clock gives way under load: four numbers, fitted to steps in a row.
 
 A step that computes much (`HEAVY_TOKENS` new tokens and more) draws more power
-than the device may draw for long. Its *heat* h rises towards 1 while it runs such
-steps and falls towards 0 otherwise, both with the time constant `tau_s`; a heavy
-step takes ``min(1, cool + slope * h)`` of the time that it takes in a long stream
-of heavy steps. Light steps, which wait for memory, take what they take. Found on
-an H200 (docs/gpu.md); `profiling/clock.py` measures the steps.
+than the device may draw for long, and the clock falls. The device's *heat* h
+follows what runs, with the time constant `tau_s`: towards 1 during a heavy step,
+towards ``tokens / warm_tokens`` (1 at most) during a light one, towards 0 while
+it idles. A heavy step takes ``min(1, cool + slope * h)`` of the time that it takes
+in a long stream of heavy steps. Light steps, which wait for memory, take what they
+take. Found on an H200 (docs/gpu.md); `profiling/clock.py` measures the steps.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 
 import numpy as np
+import numpy.typing as npt
 from scipy.optimize import least_squares
 
 from dooly_backend.database.records import ClockStep
@@ -25,48 +27,47 @@ from dooly_backend.errors import InputError
 #: New tokens from which a step's matrix products draw much power. Decodes of 256 requests
 #: are bound by memory yet: with them kept hot they came out 23% too long (docs/gpu.md).
 HEAVY_TOKENS = 512
-_ROUNDS = 3  # the share changes by a percent or two while a step runs: this converges
+_ROUNDS = 3  # the share changes by a few percent while a step runs: this converges
 _FEWEST = 20  # heavy steps
-_STREAM_END = 4  # of a long stream's steps the last so many tell what it settles at
-_TAUS_S = np.geomspace(0.01, 2.0, 24)
+_STREAM_END = 3  # of a long stream's steps the last so many tell what it settles at
+_TAUS_S = np.geomspace(0.005, 1.0, 28)
+_WARM_TOKENS = (*np.geomspace(32, 2048, 13), math.inf)
 _UNLIKELY = 0.03  # relative errors above which a step counts for less
 
 
 @dataclass(frozen=True)
 class ClockResponse:
-    """The three numbers of a device: `cool` and `slope` are shares, `tau_s` seconds."""
+    """The numbers of a device: `cool` and `slope` are shares, `tau_s` seconds."""
 
     cool: float
     slope: float
     tau_s: float
+    warm_tokens: float = math.inf
 
     def share(self, heat: float) -> float:
         """Of its time in a long stream, what a heavy step takes at `heat`, 0 to 1."""
         return min(1.0, self.cool + self.slope * heat)
 
+    def target(self, tokens: int) -> float:
+        """The heat that many steps of `tokens` new tokens lead to."""
+        return 1.0 if tokens >= HEAVY_TOKENS else min(1.0, tokens / self.warm_tokens)
+
+    def after(self, heat: float, seconds: float, target: float = 0.0) -> float:
+        """The heat after `seconds` of what leads to `target`; nothing leads to 0."""
+        return target + (heat - target) * math.exp(-seconds / self.tau_s)
+
+    def mean(self, heat: float, seconds: float) -> float:
+        """The mean heat over `seconds` of a heavy step that begins at `heat`."""
+        if seconds <= 0.0:
+            return heat
+        return 1.0 + (1.0 - heat) * self.tau_s / seconds * math.expm1(-seconds / self.tau_s)
+
     def took_s(self, heat: float, stream_s: float) -> float:
         """Seconds of a heavy step that begins at `heat` and takes `stream_s` in a stream."""
         took = stream_s * self.share(heat)
         for _ in range(_ROUNDS):
-            took = stream_s * self.share(mean_heat(heat, took, self.tau_s))
+            took = stream_s * self.share(self.mean(heat, took))
         return took
-
-
-def cooled(heat: float, seconds: float, tau_s: float) -> float:
-    """The heat after `seconds` of rest or light steps."""
-    return heat * math.exp(-seconds / tau_s)
-
-
-def heated(heat: float, seconds: float, tau_s: float) -> float:
-    """The heat after `seconds` of heavy steps."""
-    return 1.0 - (1.0 - heat) * math.exp(-seconds / tau_s)
-
-
-def mean_heat(heat: float, seconds: float, tau_s: float) -> float:
-    """The mean heat over `seconds` of heavy steps that begin at `heat`."""
-    if seconds <= 0.0:
-        return heat
-    return 1.0 + (1.0 - heat) * tau_s / seconds * math.expm1(-seconds / tau_s)
 
 
 @dataclass(frozen=True)
@@ -79,71 +80,90 @@ class ClockFit:
 
 
 def fit_clock(steps: Sequence[ClockStep]) -> ClockFit:
-    """The response that explains `steps`: heavy ones of one size among light ones.
+    """The response that explains `steps`: heavy ones of about one size among light ones.
 
     What a heavy step takes in a long stream is read off the ends of the longest
-    streams. Raises InputError where the heavy steps are too few.
+    streams, for steps of one size each. Steps much shorter than the time constant
+    tell it apart from the shares. Raises InputError where heavy steps or
+    streams of them are too few.
     """
-    rows = [_Row.of(list(row)) for _, row in groupby(steps, key=lambda step: step.pattern)]
-    streams = [row for row in rows if len(row.took_s) and row.is_stream]
-    if sum(len(row.took_s) for row in rows) < _FEWEST or not streams:
+    rows = [_Row(list(row)) for _, row in groupby(steps, key=_row_of)]
+    settled: dict[_Size, list[float]] = {}
+    for row in rows:
+        for step in row.stream_end():
+            settled.setdefault(_size(step), []).append(step.device_us)
+    stream_us = {size: statistics.median(us) for size, us in settled.items()}
+    shares = np.array([s for row in rows for s in row.shares(stream_us)])
+    if len(shares) < _FEWEST:
         raise InputError(
-            f"a clock's response needs {_FEWEST} steps of at least {HEAVY_TOKENS} tokens, some "
-            "of them in an unbroken stream"
+            f"a clock's response needs {_FEWEST} steps of at least {HEAVY_TOKENS} tokens, of "
+            "sizes that also run in an unbroken stream"
         )
-    settled = statistics.median(t for row in streams for t in row.stream_end())
-    shares = np.concatenate([row.took_s for row in rows]) / settled
     fits = []
     for tau in _TAUS_S:
-        heats = np.array([heat for row in rows for heat in row.heats(float(tau))])
-
-        def residuals(numbers: np.ndarray, heats: np.ndarray = heats) -> np.ndarray:
-            cool, slope = numbers
-            return np.minimum(1.0, cool + slope * heats) - shares
-
-        found = least_squares(
-            residuals,
-            [0.9, 0.1],
-            bounds=([0.3, 0.0], [1.0, 1.0]),
-            loss="soft_l1",
-            f_scale=_UNLIKELY,
-        )
-        fits.append((found.cost, float(tau), found.x, np.abs(residuals(found.x)).mean()))
-    _, tau, (cool, slope), error = min(fits, key=lambda fit: fit[0])
-    return ClockFit(ClockResponse(float(cool), float(slope), tau), float(error), len(shares))
+        for warm in _WARM_TOKENS:
+            response = ClockResponse(1.0, 0.0, float(tau), float(warm))
+            heats = np.array([h for row in rows for h in row.heats(response, stream_us)])
+            fits.append((*_linear(heats, shares), response))
+    _, cool, slope, error, found = min(fits, key=lambda fit: fit[0])
+    response = ClockResponse(cool, slope, found.tau_s, found.warm_tokens)
+    return ClockFit(response, error, len(shares))
 
 
-@dataclass(frozen=True)
+def _linear(
+    heats: npt.NDArray[np.float64], shares: npt.NDArray[np.float64]
+) -> tuple[float, float, float, float]:
+    """The cost, `cool`, `slope` and mean error of the best line, which is level above 1."""
+
+    def residuals(numbers: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        return np.minimum(1.0, numbers[0] + numbers[1] * heats) - shares
+
+    found = least_squares(
+        residuals, [0.9, 0.1], bounds=([0.3, 0.0], [1.0, 1.0]), loss="soft_l1", f_scale=_UNLIKELY
+    )
+    error = float(np.abs(residuals(found.x)).mean())
+    return float(found.cost), float(found.x[0]), float(found.x[1]), error
+
+
+_Size = tuple[int, int]  # layers and new tokens
+
+
+def _size(step: ClockStep) -> _Size:
+    return step.num_layers, step.tokens
+
+
+def _row_of(step: ClockStep) -> tuple[int, str]:
+    return step.num_layers, step.pattern
+
+
 class _Row:
-    """The heavy steps of one row: when each began and what it took, seconds."""
+    """The steps of one row, in order."""
 
-    begin_s: np.ndarray
-    took_s: np.ndarray
-    is_stream: bool
+    def __init__(self, steps: list[ClockStep]) -> None:
+        self._steps = steps
 
-    @classmethod
-    def of(cls, steps: list[ClockStep]) -> _Row:
-        heavy = [step for step in steps if step.tokens >= HEAVY_TOKENS]
-        places = [step.place for step in heavy]
-        unbroken = sum(b - a == 1 for a, b in pairwise(places))
-        return cls(
-            np.array([step.begin_us for step in heavy]) / 1e6,
-            np.array([step.device_us for step in heavy]) / 1e6,
-            unbroken >= 2 * _STREAM_END,
-        )
+    def stream_end(self) -> Iterator[ClockStep]:
+        """The last steps of every unbroken stream of heavy ones that is long."""
+        for (_, tokens), stream in groupby(self._steps, key=_size):
+            same = list(stream)
+            if tokens >= HEAVY_TOKENS and len(same) >= 2 * _STREAM_END:
+                yield from same[-_STREAM_END:]
 
-    def stream_end(self) -> np.ndarray:
-        """The last steps of the stream; one more may follow it after a rest."""
-        gaps = np.diff(self.begin_s) - self.took_s[:-1]
-        last = len(self.took_s)
-        if gaps[-1] > 2 * self.took_s[-1]:
-            last -= 1
-        return self.took_s[last - _STREAM_END : last]
+    def shares(self, stream_us: Mapping[_Size, float]) -> Iterator[float]:
+        """Of what each heavy step takes in a stream, what it took."""
+        for step in self._steps:
+            if _size(step) in stream_us:
+                yield step.device_us / stream_us[_size(step)]
 
-    def heats(self, tau_s: float) -> Iterator[float]:
-        """The mean heat of each step."""
-        heat = since = 0.0
-        for begin, took in zip(self.begin_s.tolist(), self.took_s.tolist(), strict=True):
-            heat = cooled(heat, max(0.0, begin - since), tau_s)
-            yield mean_heat(heat, took, tau_s)
-            heat, since = heated(heat, took, tau_s), begin + took
+    def heats(self, response: ClockResponse, stream_us: Mapping[_Size, float]) -> Iterator[float]:
+        """The mean heat of each of them."""
+        heat = 0.0
+        for before, step in pairwise([None, *self._steps]):
+            assert step is not None
+            if before is not None:
+                idle_us = step.begin_us - before.begin_us - before.device_us
+                heat = response.after(heat, max(0.0, idle_us) / 1e6)
+            took = step.device_us / 1e6
+            if _size(step) in stream_us:
+                yield response.mean(heat, took)
+            heat = response.after(heat, took, response.target(step.tokens))

@@ -115,7 +115,7 @@ class Steps(_Rows):
                 float(self.times.output_us[index]),
                 bool(self.times.extrapolated[index]),
                 0.0 if self.times.launch_us is None else float(self.times.launch_us[index]),
-                False if self.times.heavy is None else bool(self.times.heavy[index]),
+                0 if self.times.tokens is None else int(self.times.tokens[index]),
             )
         return StepRecord(
             float(self.start_s[index]),
@@ -201,7 +201,7 @@ def _times(times: Sequence[StepTime | None]) -> StepTimes | None:
         _numbers([time.output_us for time in known]),
         np.array([time.extrapolated for time in known], np.bool_),
         _numbers([time.launch_us for time in known]),
-        np.array([time.heavy for time in known], np.bool_),
+        _integers([time.tokens for time in known]),
     )
 
 

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from dooly_backend.regression.clock import ClockResponse, cooled, heated
+from dooly_backend.regression.clock import HEAVY_TOKENS, ClockResponse
 
 
 class DeviceClock:
-    """The state of one device: steps come in the order in which it runs them.
+    """The state of one device whose clock responds like this."""
 
-    Without a response its clock is steady.
-    """
-
-    def __init__(self, response: ClockResponse | None) -> None:
+    def __init__(self, response: ClockResponse) -> None:
         self._response = response
         self._heat = 0.0
-        self._since_s = 0.0  # when the last heavy step ended
+        self._since_s = 0.0  # when the last step ended
 
-    def heavy(self, begin_s: float, stream_s: float) -> float:
-        """Seconds of a heavy step that begins at `begin_s` and takes `stream_s` in a stream."""
+    def step(self, begin_s: float, steady_s: float, tokens: int) -> float:
+        """Seconds of a step of `tokens` new tokens that begins at `begin_s`.
+
+        `steady_s` is what it takes in a long stream of such steps. Steps come in the
+        order in which the device runs them.
+        """
         response = self._response
-        if response is None or stream_s <= 0.0:
-            return stream_s
-        heat = cooled(self._heat, begin_s - self._since_s, response.tau_s)
-        took = response.took_s(heat, stream_s)
-        self._heat = heated(heat, took, response.tau_s)
+        heat = response.after(self._heat, max(0.0, begin_s - self._since_s))
+        took = response.took_s(heat, steady_s) if tokens >= HEAVY_TOKENS else steady_s
+        self._heat = response.after(heat, took, response.target(tokens))
         self._since_s = begin_s + took
         return took

@@ -11,14 +11,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 
 from dooly_backend.regression.clock import ClockResponse
 from dooly_backend.simulation.columns import Steps
 from dooly_backend.simulation.device_clock import DeviceClock
 from dooly_backend.simulation.records import Batches, Integers, ManyStepTimer, Numbers, StepTimes
-
-Flags = npt.NDArray[np.bool_]
 
 LAUNCHES, TAKES = 1, 2  # what a turn of the engine's loop does to a step: both, one or none
 BOTH = LAUNCHES | TAKES
@@ -33,7 +30,7 @@ class Log:
 
     def __init__(self, timer: ManyStepTimer, clock: ClockResponse | None = None) -> None:
         self._timer = timer
-        self._clock = DeviceClock(clock)
+        self._clock = DeviceClock(clock) if clock else None
         self.now = 0.0
         self.turn_s = [0.0]  # the clock after so many turns
         self._device_free = 0.0
@@ -41,7 +38,7 @@ class Log:
         self._launched: list[float] = []
         self._due: list[float] = []  # when the device is done with a step
         self._outputs: list[float] = []  # what the host needs after it
-        self._took: dict[int, float] = {}  # heavy steps: what the device really needed
+        self._took: list[float] = []  # what the device really needed, where its clock gives way
         self._ready: list[float] = []
         self._end: list[float] = []
         # Stretches: how many steps, of how many requests, and what their first steps compute.
@@ -128,7 +125,7 @@ class Log:
         host = (times.host_us / 1e6).tolist()
         device = (times.device_us / 1e6).tolist()
         launch = (launches(times) / 1e6).tolist()
-        heavy = _heavy(times).tolist()
+        tokens = _tokens(times).tolist()
         # Of steps launched before, too: their results may be taken now.
         self._outputs += (times.output_us / 1e6).tolist()
         now, free = self.now, self._device_free
@@ -142,8 +139,9 @@ class Log:
                     now += launch[launched]
                     self._launched.append(now)
                     took = device[launched]
-                    if heavy[launched]:
-                        took = self._took[len(self._due)] = self._clock.heavy(begin, took)
+                    if self._clock:
+                        took = self._clock.step(begin, took, tokens[launched])
+                        self._took.append(took)
                     free = max(begin + took, now)
                     self._due.append(free)
                     launched += 1
@@ -182,12 +180,8 @@ class Log:
         )
 
     def _as_it_was(self, times: StepTimes) -> StepTimes:
-        """With the time that the device really needed for heavy steps."""
-        if not self._took:
-            return times
-        device = times.device_us.copy()
-        device[list(self._took)] = [seconds * 1e6 for seconds in self._took.values()]
-        return replace(times, device_us=device)
+        """With the time that the device really needed."""
+        return replace(times, device_us=np.array(self._took) * 1e6) if self._clock else times
 
     def _expand(self, begin: int, end: int, entry: int) -> tuple[Integers, Batches]:
         """Ids and batches of the steps of the stretches from `begin` up to `end`.
@@ -224,7 +218,7 @@ def _first(times: StepTimes, count: int) -> StepTimes:
         times.output_us[:count],
         times.extrapolated[:count],
         None if times.launch_us is None else times.launch_us[:count],
-        None if times.heavy is None else times.heavy[:count],
+        None if times.tokens is None else times.tokens[:count],
     )
 
 
@@ -237,7 +231,7 @@ def _joined(times: list[StepTimes]) -> StepTimes:
         np.concatenate([t.output_us for t in times]),
         np.concatenate([t.extrapolated for t in times]),
         np.concatenate([launches(t) for t in times]),
-        np.concatenate([_heavy(t) for t in times]),
+        np.concatenate([_tokens(t) for t in times]),
     )
 
 
@@ -246,8 +240,8 @@ def launches(times: StepTimes) -> Numbers:
     return np.zeros(len(times.device_us)) if times.launch_us is None else times.launch_us
 
 
-def _heavy(times: StepTimes) -> Flags:
-    return np.zeros(len(times.device_us), np.bool_) if times.heavy is None else times.heavy
+def _tokens(times: StepTimes) -> Integers:
+    return np.zeros(len(times.device_us), np.int64) if times.tokens is None else times.tokens
 
 
 _NO_TIMES = StepTimes(np.zeros(0), np.zeros(0), np.zeros(0), np.zeros(0, np.bool_))

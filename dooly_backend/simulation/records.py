@@ -110,8 +110,8 @@ class StepTime:
     host needs before it can launch it, which asynchronous scheduling hides behind
     the previous step; `output_us` is what the host needs after it. `launch_us` is
     how long the host launches: the device works meanwhile, and is not done before.
-    `heavy` says that it draws so much power that the device's clock may give way:
-    then `device_us` is what it takes in a long stream of such steps.
+    `tokens` are its new tokens, by which it warms a device whose clock may give way
+    (0: it does not): then `device_us` is what it takes in a long stream of such steps.
     """
 
     device_us: float
@@ -119,14 +119,14 @@ class StepTime:
     output_us: float = 0.0
     extrapolated: bool = False
     launch_us: float = 0.0
-    heavy: bool = False
+    tokens: int = 0
 
 
 class StepTimer(Protocol):
     """Tells what a step takes.
 
     One with an attribute `clock` (`regression.clock.ClockResponse`, or None for a
-    steady one) also tells how the device's clock gives way under heavy steps.
+    steady one) also tells how the device's clock gives way under load.
     """
 
     def time(self, batch: Batch) -> StepTime:
@@ -185,7 +185,7 @@ class StepTimes:
     output_us: Numbers
     extrapolated: npt.NDArray[np.bool_]
     launch_us: Numbers | None = None  # None: nothing
-    heavy: npt.NDArray[np.bool_] | None = None  # None: none is
+    tokens: Integers | None = None  # None: nothing
 
 
 class ManyStepTimer(StepTimer, Protocol):

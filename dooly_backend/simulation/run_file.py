@@ -34,7 +34,6 @@ VERSION = 1
 
 _REQUEST = ("id", "prompt_tokens", "output_tokens", "prefix", "prefix_tokens", "priority")
 _TIME = ("device_us", "host_us", "output_us", "launch_us")
-_FLAGS = ("extrapolated", "heavy")  # files of before the device's clock lack the second
 _MOST_BYTES = 1 << 30  # unpacked: a file of a stranger may unpack to anything
 
 
@@ -135,7 +134,8 @@ def _to_json(run: Run) -> dict[str, Any]:
     if times and all(time is not None for time in times):
         values["steps"]["time"] = {
             **{name: [getattr(time, name) for time in times] for name in _TIME},
-            **{name: [int(getattr(time, name)) for time in times] for name in _FLAGS},
+            "extrapolated": [int(time.extrapolated) for time in times if time is not None],
+            "tokens": [time.tokens for time in times if time is not None],
         }
     return values
 
@@ -193,8 +193,8 @@ def _limits(values: dict[str, Any]) -> ServingLimits:
 
 def _time(columns: dict[str, Any], index: int) -> StepTime:
     parts = {name: columns[name][index] for name in _TIME if name in columns}
-    flags = {name: bool(columns[name][index]) for name in _FLAGS if name in columns}
-    return StepTime(**parts, **flags)
+    tokens = columns["tokens"][index] if "tokens" in columns else 0
+    return StepTime(**parts, extrapolated=bool(columns["extrapolated"][index]), tokens=tokens)
 
 
 # -- schedules -----------------------------------------------------------------------------

@@ -72,5 +72,5 @@ class OneByOne:
             np.array([time.output_us for time in times]),
             np.array([time.extrapolated for time in times], np.bool_),
             np.array([time.launch_us for time in times]),
-            np.array([time.heavy for time in times], np.bool_),
+            np.array([time.tokens for time in times], np.int64),
         )

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dooly_backend.database.records import Configuration, Occurrence, StepCost
-from dooly_backend.regression.clock import HEAVY_TOKENS, ClockResponse
+from dooly_backend.regression.clock import ClockResponse
 from dooly_backend.regression.prediction import SignaturePredictor
 from dooly_backend.simulation.execution import Execution
 from dooly_backend.simulation.own_cost import NoCost, OwnCost, Shapes, own_cost
@@ -108,7 +108,7 @@ class StepModel:
 
     The order of a batch's requests does not matter. `execution` says how the
     engine pads steps; `cost` what they take beyond their operations; `clock` how
-    the device's clock gives way under heavy ones, None where it is steady.
+    the device's clock gives way under load, None where it is steady.
     """
 
     clock: ClockResponse | None = None
@@ -169,8 +169,9 @@ class StepModel:
         us, extrapolated = self._operations(batches, shapes)
         own = self.cost.of(shapes)
         device = np.maximum(us.sum(axis=0) + own.serial_us, 0.0)
-        heavy = shapes.tokens >= HEAVY_TOKENS
-        return StepTimes(device, own.host_us, own.output_us, extrapolated, own.launch_us, heavy)
+        return StepTimes(
+            device, own.host_us, own.output_us, extrapolated, own.launch_us, shapes.tokens
+        )
 
     def parts_us(self, batches: Batches) -> Mapping[str, Numbers]:
         """Where the steps' time goes: per group one entry per step; `host` is the steps' own."""
@@ -189,7 +190,7 @@ class StepModel:
             float(times.output_us[0]),
             bool(times.extrapolated[0]),
             0.0 if times.launch_us is None else float(times.launch_us[0]),
-            False if times.heavy is None else bool(times.heavy[0]),
+            0 if times.tokens is None else int(times.tokens[0]),
         )
 
     def shapes(self, batches: Batches) -> Shapes:

@@ -50,6 +50,7 @@ Hook = Callable[..., None]
 ROUNDS, REPEATS = 5, 3
 #: Steps of few tokens are short, and noise is a larger part of them: more rounds.
 SHORT, SHORT_ROUNDS = 64, 8
+GPU_ROUNDS = 3  # kernels between events hardly vary
 
 BATCHES = [
     Batch.prefill(48),
@@ -115,10 +116,11 @@ class _ForwardClock:
     On a GPU the device is kept busy while the host launches, so that the time
     between the events is the kernels', whatever the host takes: asleep before a
     short pass, multiplying matrices before one of `_HEAVY` tokens or more, since the
-    clock gives way to a stream of such passes.
+    clock gives way to a stream of such passes. Experts wait for their weights and draw
+    less power than such products: a model with experts is never kept busy with them.
     """
 
-    _SLEEP_CYCLES = 100_000_000  # 50 ms at 2 GHz: longer than the host needs to launch
+    _SLEEP_CYCLES = 50_000_000  # 25 ms at 2 GHz: longer than the host needs to launch
     _HEAVY = 512
     _PRODUCTS = 25  # of 8192 x 8192 matrices: 1.5 ms each on an H200
 
@@ -126,7 +128,7 @@ class _ForwardClock:
         self._engine = engine
         self._timer = timer
         self._on_gpu = engine.environment.device_kind == "cuda"
-        self._is_heavy = batch.num_tokens >= self._HEAVY
+        self._is_heavy = batch.num_tokens >= self._HEAVY and not engine.moe
         self.times_us: list[float] = []
 
     @contextmanager
@@ -185,12 +187,14 @@ class _Sums:
 
 def compare(engine: Engine, timer: Timer, batch: Batch, signed: dict[Entry, Signature]) -> Row:
     """One batch: rounds of isolated calls, with live steps ahead of each and behind it."""
-    is_short = engine.environment.device_kind == "cpu" and batch.num_tokens <= SHORT
+    rounds_of_it = GPU_ROUNDS
+    if engine.environment.device_kind == "cpu":
+        rounds_of_it = SHORT_ROUNDS if batch.num_tokens <= SHORT else ROUNDS
     watch = watch_for(engine.environment)
     watch.begin()
     lives = [_live(engine, timer, batch)]
     isolated: list[_Sums] = []
-    for _ in range(SHORT_ROUNDS if is_short else ROUNDS):
+    for _ in range(rounds_of_it):
         isolated.append(_isolated(engine, timer, batch, signed))
         lives.append(_live(engine, timer, batch))
     around = [

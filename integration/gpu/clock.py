@@ -2,6 +2,7 @@
 
     python -m integration.gpu.clock run meta-llama/Llama-3.1-8B --backend FLASH_ATTN \
         --mode full_graph --layers 32 --tokens 2048 -o clock.jsonl
+    python -m integration.gpu.clock run ... --layers 4 --tokens 2048 --tokens 4096 -o clock.jsonl
     python -m integration.gpu.clock fit clock.jsonl
 
 One JSON line a step (`ClockStep`). `--wait` starts the engine and waits for a
@@ -32,7 +33,9 @@ def cli() -> None:
 @click.option("--backend")
 @click.option("--mode", default="full_graph", show_default=True, help="eager: no graphs.")
 @click.option("--layers", type=int, default=32, show_default=True)
-@click.option("--tokens", default=[2048], multiple=True, show_default=True, help="Of a prefill.")
+@click.option(
+    "--tokens", default=[2048], multiple=True, show_default=True, help="Of a step with prefills."
+)
 @click.option("--wait", is_flag=True, help="Start the engine, then wait for a line on stdin.")
 @click.option("-o", "--out", required=True, type=click.Path(path_type=Path))
 def run(
@@ -64,33 +67,30 @@ def run(
             ready()
         for count in tokens:
             steps = measure_clock(engine, count)
-            about = {"model": model, "mode": mode, "layers": layers, "prefill": count}
+            about = {"model": model, "mode": mode}
             for step in steps:
                 file.write(json.dumps(about | asdict(step)) + "\n")
             file.flush()
-            show(f"{model}, {layers} layers, {mode}, prefills of {count}", steps)
+            click.echo(f"{model}, {layers} layers, {mode}, {count} tokens: {len(steps)} steps")
 
 
 @cli.command()
 @click.argument("file", type=click.Path(path_type=Path, exists=True))
 def fit(file: Path) -> None:
-    """Fit what FILE holds."""
+    """Fit what FILE holds: steps of one model, of one depth or of several."""
     rows = defaultdict(list)
     for line in file.read_text().splitlines():
         row = json.loads(line)
-        about = tuple(row.pop(name) for name in ("model", "mode", "layers", "prefill"))
+        about = row.pop("model"), row.pop("mode")
         rows[about].append(ClockStep(**row))
     for about, steps in rows.items():
-        show(", ".join(map(str, about)), steps)
-
-
-def show(title: str, steps: list[ClockStep]) -> None:
-    found = fit_clock(steps)
-    response = found.response
-    click.echo(
-        f"{title}: cool {response.cool:.3f}, slope {response.slope:.3f}, tau "
-        f"{response.tau_s:.3f} s; mean error {found.mean_error:.2%} of {found.steps} steps"
-    )
+        found = fit_clock(steps)
+        response = found.response
+        click.echo(
+            f"{', '.join(about)}: cool {response.cool:.3f}, slope {response.slope:.3f}, tau "
+            f"{response.tau_s:.3f} s, warm {response.warm_tokens:.0f} tokens; "
+            f"mean error {found.mean_error:.2%} of {found.steps} steps"
+        )
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from dooly_backend.simulation.records import (
 )
 from dooly_backend.workload import Batch
 
-_MANY = 12  # tokens of a step that warms the device
+_TIMES_MORE = 48  # so that a step of eleven tokens warms the device as one of a GPU does
 
 
 class MadeUpTimer:
@@ -46,7 +46,7 @@ class MadeUpTimer:
             float(times.host_us[0]),
             float(times.output_us[0]),
             launch_us=float(times.launch_us[0]),
-            heavy=bool(times.heavy is not None and times.heavy[0]),
+            tokens=0 if times.tokens is None else int(times.tokens[0]),
         )
 
     def times(self, batches: Batches) -> StepTimes:
@@ -60,7 +60,7 @@ class MadeUpTimer:
             self._output_us + 1.0 * requests,
             np.zeros(len(batches), np.bool_),
             self._launch_us + 16.0 * requests,
-            tokens >= _MANY,
+            _TIMES_MORE * tokens,
         )
 
 
@@ -110,7 +110,7 @@ def random_case(seed: int, version: str = "0.32.0") -> Case:
         rng.choice([0.0, 64.0, 900.0]),
         rng.choice([0.0, 32.0]),
         rng.choice([0.0, 800.0]),
-        rng.choice([None, None, ClockResponse(0.8, 0.3, 0.004)]),
+        rng.choice([None, None, ClockResponse(0.8, 0.3, 0.004, 700.0)]),
     )
     return Case(requests, limits, timer, feed)
 
