@@ -5,13 +5,19 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from dooly_backend.database import Database
+from dooly_backend.database.check import check_file
+from dooly_backend.database.merge import merge
 from dooly_backend.database.records import ClockStep
 from dooly_backend.errors import InputError
 from dooly_backend.regression.clock import HEAVY_TOKENS, ClockResponse, fit_clock
 from dooly_backend.simulation.device_clock import DeviceClock
+from tests.sample_records import H200, QWEN
 
 TRUTH = ClockResponse(cool=0.82, slope=0.25, tau_s=0.04, warm_tokens=200.0)
 SLICE_S = 1e-4
@@ -64,6 +70,31 @@ def test_the_response_is_found_again(noise: float) -> None:
         assert found.response.share(heat) == pytest.approx(TRUTH.share(heat), abs=0.015 + noise)
     assert found.response.tau_s == pytest.approx(TRUTH.tau_s, rel=0.3)
     assert found.response.warm_tokens == pytest.approx(TRUTH.warm_tokens, rel=0.3)
+
+
+def test_a_database_keeps_the_steps_it_is_found_in(tmp_path: Path) -> None:
+    deep = list(steps_of(TRUTH, PATTERNS))
+    shallow = list(steps_of(TRUTH, {("short", 8): [True] * 40}, layers=4))
+    path, other = tmp_path / "a.db", tmp_path / "b.db"
+    with Database.open(path, create=True) as database:
+        environment = database.add_environment(H200)
+        ids = database.add_configuration(QWEN, (), environment), environment
+        assert database.clock_steps(*ids) == []
+        database.record_clock(*ids, [*shallow, *deep])
+        database.record_clock(*ids, shallow)  # again: in the place of what was there
+        kept = database.clock_steps(*ids)
+        with pytest.raises(InputError, match="microseconds, finite"):
+            database.record_clock(*ids, [replace(shallow[0], device_us=math.nan)])
+        assert database.clock_steps(*ids) == kept
+    stored = [(s.num_layers, s.pattern, s.tokens, round(s.device_us, 1)) for s in kept]
+    assert stored == [
+        (s.num_layers, s.pattern, s.tokens, round(s.device_us, 1)) for s in [*shallow, *deep]
+    ]
+    assert not check_file(path).problems
+    merge(other, [path])
+    merge(other, [path])
+    with Database.open(other) as database:
+        assert database.clock_steps(1, 1) == kept
 
 
 def test_a_simulated_clock_follows_the_same_steps() -> None:

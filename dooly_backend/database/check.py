@@ -257,6 +257,17 @@ def stream_steps(connection: sqlite3.Connection) -> Iterator[str]:
             yield from _differing(where, row, columns, exempt=(*samples, "measured_at"))
 
 
+def clock_rows(connection: sqlite3.Connection) -> Iterator[str]:
+    """Every step of a row has its tokens, when it began and what it took."""
+    for row in connection.execute("SELECT * FROM clock_row"):
+        where = f"clock row {row['pattern']!r} of {row['num_layers']} layers"
+        try:
+            if not rows.clock_steps_of(row):
+                yield f"{where} has no steps"
+        except (ValueError, TypeError, InputError) as error:
+            yield f"{where} cannot be read: {error}"
+
+
 CHECKS: tuple[Check, ...] = (
     foreign_keys,
     signatures,
@@ -268,6 +279,7 @@ CHECKS: tuple[Check, ...] = (
     graphs,
     steps,
     stream_steps,
+    clock_rows,
 )
 
 

@@ -54,6 +54,7 @@ TABLES = (
     Table("stream_step", ("configuration_id", "environment_id", "batch", "num_layers"), _PLACE),
     Table("host_step", ("configuration_id", "environment_id", "num_reqs"), _PLACE),
     Table("stream_cost", ("configuration_id", "environment_id", "mode", "part"), _PLACE),
+    Table("clock_row", ("configuration_id", "environment_id", "num_layers", "pattern"), _PLACE),
     Table("run_conditions", ("configuration_id", "environment_id", "started_at"), _PLACE),
     Table("kv_capacity", ("configuration_id", "environment_id"), _PLACE),
 )

@@ -97,6 +97,12 @@ def _of_stream(body: Body) -> tuple[Any, ...]:
     return (bool(body.of("stream_cost")), len(steps), len(body.of("host_step")), latest)
 
 
+def _of_clock(body: Body) -> tuple[Any, ...]:
+    """More patterns, then the later: those of one engine belong together."""
+    rows = body.of("clock_row")
+    return (len(rows), max((row["measured_at"] for row in rows), default=""))
+
+
 def _latest_end(body: Body) -> tuple[Any, ...]:
     """Of two states of one run, the later."""
     return (max(row["ended_at"] for rows in body.rows.values() for row in rows),)
@@ -115,6 +121,7 @@ UNITS = (
     Unit("point", ("measurement", "inherited", "skipped_point"), _POINT_KEY, _of_point),
     Unit("steps", ("step_measurement", "step_cost"), _PLACE_KEY, _of_steps),
     Unit("steps in a row", ("stream_step", "host_step", "stream_cost"), _PLACE_KEY, _of_stream),
+    Unit("clock", ("clock_row",), (*_PLACE_KEY, "num_layers"), _of_clock),
     Unit("runs", ("run_conditions",), (*_PLACE_KEY, "started_at"), _latest_end),
     Unit("KV capacity", ("kv_capacity",), _PLACE_KEY, _earliest("recorded_at")),
 )

@@ -14,6 +14,7 @@ from sqlite_utils.migrations import Migrations
 
 from dooly_backend.database.schema import VERSION_1
 from dooly_backend.database.schema_changes import (
+    CLOCK_STEPS,
     COLLECTIVES,
     GRAPH_OF_EACH_ENVIRONMENT,
     INHERITED,
@@ -93,6 +94,13 @@ def m007_inherited(db: sqlite_utils.Database) -> None:
 def m008_stream_steps(db: sqlite_utils.Database) -> None:
     """Steps as the engine runs them by default, and what they cost beyond their operations."""
     for statement in STREAM_STEPS:
+        db.execute(statement)
+
+
+@MIGRATIONS()
+def m009_clock(db: sqlite_utils.Database) -> None:
+    """How a device's clock gives way under load."""
+    for statement in CLOCK_STEPS:
         db.execute(statement)
 
 

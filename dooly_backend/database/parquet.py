@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 _SAMPLES = (
     "samples_us", "live_us", "interval_us", "launch_us",
     "device_us", "schedule_us", "output_us",
+    "begin_us", "device_us",
 )  # fmt: skip
-_INTEGERS = ("layers",)
+_INTEGERS = ("layers", "tokens")
 #: The view `latency`, with the samples.
 _LATENCY = """\
 SELECT l.*, m.samples_us FROM latency AS l

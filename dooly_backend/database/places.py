@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
 from dooly_backend.database import rows
 from dooly_backend.database.records import (
+    ClockStep,
     HostStep,
     KvCapacity,
     PartCost,
@@ -95,6 +97,21 @@ class PlaceStore(Session):
                 columns = key | rows.part_cost_columns(cost)
                 self._execute(insertion("stream_cost", columns), columns)
 
+    def record_clock(
+        self, configuration_id: int, environment_id: int, steps: Sequence[ClockStep]
+    ) -> None:
+        """Store steps in a row, in place of earlier ones of the same patterns and depth.
+
+        Raises InputError for steps that are no times.
+        """
+        place = {"configuration_id": configuration_id, "environment_id": environment_id}
+        with self.writing():
+            for _, of_pattern in groupby(steps, key=lambda step: (step.num_layers, step.pattern)):
+                columns = rows.clock_columns(list(of_pattern))
+                key = place | {name: columns[name] for name in ("num_layers", "pattern")}
+                self._delete("clock_row", key)
+                self._execute(insertion("clock_row", place | columns), place | columns)
+
     def record_run(self, configuration_id: int, environment_id: int, run: RunConditions) -> None:
         """Store how device and host were during a run, in place of an earlier state of it."""
         key = {
@@ -152,6 +169,11 @@ class PlaceStore(Session):
         """What was fitted to steps in a row; nothing before a fit."""
         found = self._of_place("stream_cost", configuration_id, environment_id, "mode, part")
         return tuple(rows.part_cost_of(row) for row in found)
+
+    def clock_steps(self, configuration_id: int, environment_id: int) -> list[ClockStep]:
+        """Steps in a row that show how the device's clock gives way, pattern by pattern."""
+        found = self._of_place("clock_row", configuration_id, environment_id, "num_layers, rowid")
+        return [step for row in found for step in rows.clock_steps_of(row)]
 
     def _of_place(
         self, table: str, configuration_id: int, environment_id: int, order: str

@@ -6,11 +6,13 @@ import json
 import math
 import sqlite3
 import statistics
+from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 from datetime import UTC, datetime
 from typing import Any
 
 from dooly_backend.database.records import (
+    ClockStep,
     Configuration,
     Environment,
     HostStep,
@@ -279,6 +281,33 @@ def host_step_columns(step: HostStep) -> Columns:
 
 def host_step_of(row: Row) -> HostStep:
     return HostStep(row["num_reqs"], _floats(row["schedule_us"]), _floats(row["output_us"]))
+
+
+def clock_columns(steps: Sequence[ClockStep]) -> Columns:
+    """One row of the table for the steps of one pattern, in order.
+
+    Raises InputError when they are no times, or of several patterns.
+    """
+    first = steps[0]
+    if any((s.num_layers, s.pattern) != (first.num_layers, first.pattern) for s in steps):
+        raise InputError("steps of several patterns or depths: store each on its own")
+    what = f"the clock, {first.pattern}"
+    return {
+        "num_layers": first.num_layers,
+        "pattern": first.pattern,
+        "tokens": json.dumps([step.tokens for step in steps]),
+        "begin_us": json.dumps(_times(tuple(round(s.begin_us, 1) for s in steps), what)),
+        "device_us": json.dumps(_times(tuple(round(s.device_us, 1) for s in steps), what)),
+        "measured_at": now(),
+    }
+
+
+def clock_steps_of(row: Row) -> list[ClockStep]:
+    columns = json.loads(row["tokens"]), _floats(row["begin_us"]), _floats(row["device_us"])
+    return [
+        ClockStep(row["num_layers"], row["pattern"], place, *values)
+        for place, values in enumerate(zip(*columns, strict=True))
+    ]
 
 
 def part_cost_columns(cost: PartCost) -> Columns:

@@ -240,3 +240,20 @@ CREATE TABLE stream_cost (
     PRIMARY KEY (configuration_id, environment_id, mode, part)
 )""",
 )
+
+CLOCK_STEPS: tuple[str, ...] = (
+    """\
+CREATE TABLE clock_row (
+    -- Steps in a row as the device ran them, of few and of many tokens in a pattern: they show
+    -- how its clock gives way under load and recovers.
+    configuration_id INTEGER NOT NULL REFERENCES configuration (id) ON DELETE CASCADE,
+    environment_id   INTEGER NOT NULL REFERENCES environment (id),
+    num_layers       INTEGER NOT NULL CHECK (num_layers >= 1),  -- that the engine had
+    pattern          TEXT NOT NULL,                             -- '8 requests, pauses of 4'
+    tokens           TEXT NOT NULL CHECK (tokens LIKE '[%]'),    -- JSON: new tokens by step
+    begin_us         TEXT NOT NULL CHECK (begin_us LIKE '[%]'),  -- JSON: since the first began
+    device_us        TEXT NOT NULL CHECK (device_us LIKE '[%]'), -- JSON: how long each took
+    measured_at      TEXT NOT NULL,                             -- UTC, ISO 8601
+    PRIMARY KEY (configuration_id, environment_id, num_layers, pattern)
+)""",
+)

@@ -26,13 +26,16 @@ import click
 from dooly_backend.config import RunOptions, load_model
 from dooly_backend.database import Database
 from dooly_backend.database.records import ENGINE_QUANTIZATION, Configuration
+from dooly_backend.engines import Engine
 from dooly_backend.errors import InputError
+from dooly_backend.profiling.clock import measure_clock
 from dooly_backend.workload import Batch
 from integration.gpu.run import precision_options
 from integration.gpu.steps import BATCHES, rows
 from integration.gpu.workers import in_turn, ready
 
 _ROOM = 0.92  # of the device
+_CLOCK_TOKENS = 2048  # of a step with prefills
 _LEAST_SECONDS = 60  # an engine takes about that long to start
 
 
@@ -67,6 +70,7 @@ def cli() -> None:
     help="Layers, once for every depth; 0: as many as fit.",
 )
 @click.option("--held-out/--no-held-out", default=True, show_default=True)
+@click.option("--clock", multiple=True, metavar="CONFIGURATION", help="Watch the clock in it, too.")
 def run_all(
     configurations: tuple[str, ...],
     db: Path,
@@ -74,6 +78,7 @@ def run_all(
     budget: float,
     depths: tuple[int, ...],
     held_out: bool,
+    clock: tuple[str, ...],
 ) -> None:
     """Start the engines, wave after wave, and measure."""
     end = time.monotonic() + budget
@@ -91,6 +96,7 @@ def run_all(
             ["integration.gpu.step_costs", "one", job.configuration, "--depth", str(job.depth)]
             + ["--db", str(db), "--out", str(out)]
             + ([] if held_out else ["--no-held-out"])
+            + (["--clock"] if job.configuration in clock else [])
             for job in wave
         ]
         for job, code in zip(wave, in_turn(commands, left), strict=True):
@@ -168,6 +174,7 @@ def _is_profile_of(known: Configuration, wanted: RunOptions) -> bool:
 @click.option("--out", required=True, type=click.Path(path_type=Path))
 @click.option("--depth", required=True, type=int)
 @click.option("--held-out/--no-held-out", default=True)
+@click.option("--clock/--no-clock", default=False)
 @click.option("--max-num-seqs", default=256)
 @click.option("--max-num-batched-tokens", default=8192)
 def one(
@@ -176,6 +183,7 @@ def one(
     out: Path,
     depth: int,
     held_out: bool,
+    clock: bool,
     max_num_seqs: int,
     max_num_batched_tokens: int,
 ) -> None:
@@ -211,12 +219,24 @@ def one(
                 "layers": engine.num_layers,
             }
             counts = {"known": done.known, "measured": done.measured}
+            if clock:
+                counts["clock"] = _clock(engine, database, ids)
             if held_out:
                 name = configuration.rpartition("/")[2].replace(":", "-")
                 counts["held_out"] = _held_out(engine, out / f"steps-{name}.jsonl", about)
         counts["host"] = measure_host(database, ids, max_num_seqs)
         seconds = round(time.monotonic() - start, 1)
         click.echo(json.dumps({**about, **counts, "seconds": seconds}))
+
+
+def _clock(engine: Engine, database: Database, ids: tuple[int, int]) -> int:
+    """Watch the clock, unless it was watched at this depth; how many steps."""
+    known = {step.num_layers for step in database.clock_steps(*ids)}
+    if engine.num_layers in known:
+        return 0
+    steps = measure_clock(engine, _CLOCK_TOKENS)
+    database.record_clock(*ids, steps)
+    return len(steps)
 
 
 def _held_out(engine: Any, path: Path, about: Mapping[str, Any]) -> int:
