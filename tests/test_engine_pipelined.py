@@ -83,4 +83,4 @@ def test_what_does_not_fit_is_refused_before_anything_runs(
 
 def test_a_cpu_has_no_clock_to_watch(engine: VllmEngine) -> None:
     with pytest.raises(EngineError, match=r"^this device tells no times of its own[^\n]+$"):
-        measure_clock(engine, 512)
+        measure_clock(engine)

@@ -27,17 +27,24 @@ _FEWEST_IN_STREAM = 8
 _MOST_STEPS = 2000
 
 
-def measure_clock(engine: Engine, tokens: int | None = None) -> list[ClockStep]:
+#: Layers of an engine whose decodes take the device longer than the host.
+_DEEP = 16
+#: New tokens of a step with prefills, so many that the host is the quicker one there, too.
+_TOKENS, _TOKENS_OF_FEW_LAYERS = 2048, 4096
+
+
+def measure_clock(engine: Engine) -> list[ClockStep]:
     """Steps with prefills among steps of decodes alone, in several patterns.
 
-    A step with prefills has `tokens` new tokens; without the most that the
-    engine takes, so that the device surely needs longer than the host. Raises
+    With few layers the steps are short, and show how quickly the clock follows;
+    but then the device idles beside decodes, so that only few are run there. Raises
     EngineError where the engine cannot run them, or tells no device times.
     """
-    tokens = tokens or engine.max_num_tokens
+    is_deep = engine.num_layers >= _DEEP
+    tokens = min(_TOKENS if is_deep else _TOKENS_OF_FEW_LAYERS, engine.max_num_tokens)
     found = []
     for requests, pauses in PAUSES.items():
-        if requests > engine.max_num_reqs:
+        if requests > (engine.max_num_reqs if is_deep else min(PAUSES)):
             continue
         decodes = Batch.decode(requests, _CONTEXT)
         heavy = _prefill(engine, tokens - requests)

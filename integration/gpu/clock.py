@@ -1,8 +1,8 @@
 """How a device's clock gives way under prefills and recovers: steps in a row, and the fit.
 
     python -m integration.gpu.clock run meta-llama/Llama-3.1-8B --backend FLASH_ATTN \
-        --mode full_graph --layers 32 --tokens 2048 -o clock.jsonl
-    python -m integration.gpu.clock run ... --layers 4 --tokens 2048 --tokens 4096 -o clock.jsonl
+        --mode full_graph --layers 32 -o clock.jsonl
+    python -m integration.gpu.clock run ... --layers 4 -o clock.jsonl
     python -m integration.gpu.clock fit clock.jsonl
 
 One JSON line a step (`ClockStep`). `--wait` starts the engine and waits for a
@@ -33,9 +33,6 @@ def cli() -> None:
 @click.option("--backend")
 @click.option("--mode", default="full_graph", show_default=True, help="eager: no graphs.")
 @click.option("--layers", type=int, default=32, show_default=True)
-@click.option(
-    "--tokens", default=[2048], multiple=True, show_default=True, help="Of a step with prefills."
-)
 @click.option("--wait", is_flag=True, help="Start the engine, then wait for a line on stdin.")
 @click.option("-o", "--out", required=True, type=click.Path(path_type=Path))
 def run(
@@ -43,7 +40,6 @@ def run(
     backend: str | None,
     mode: Any,
     layers: int,
-    tokens: tuple[int, ...],
     wait: bool,
     out: Path,
 ) -> None:
@@ -65,13 +61,10 @@ def run(
     with boot(options) as engine, out.open("a") as file:
         if wait:
             ready()
-        for count in tokens:
-            steps = measure_clock(engine, count)
-            about = {"model": model, "mode": mode}
-            for step in steps:
-                file.write(json.dumps(about | asdict(step)) + "\n")
-            file.flush()
-            click.echo(f"{model}, {layers} layers, {mode}, {count} tokens: {len(steps)} steps")
+        steps = measure_clock(engine)
+        for step in steps:
+            file.write(json.dumps({"model": model, "mode": mode} | asdict(step)) + "\n")
+        click.echo(f"{model}, {layers} layers, {mode}: {len(steps)} steps")
 
 
 @cli.command()

@@ -35,7 +35,6 @@ from integration.gpu.steps import BATCHES, rows
 from integration.gpu.workers import in_turn, ready
 
 _ROOM = 0.92  # of the device
-_CLOCK_TOKENS = 2048  # of a step with prefills
 _LEAST_SECONDS = 60  # an engine takes about that long to start
 
 
@@ -234,7 +233,7 @@ def _clock(engine: Engine, database: Database, ids: tuple[int, int]) -> int:
     known = {step.num_layers for step in database.clock_steps(*ids)}
     if engine.num_layers in known:
         return 0
-    steps = measure_clock(engine, _CLOCK_TOKENS)
+    steps = measure_clock(engine)
     database.record_clock(*ids, steps)
     return len(steps)
 
