@@ -87,12 +87,7 @@ def fit_clock(steps: Sequence[ClockStep]) -> ClockFit:
     tell it apart from the shares. Raises InputError where heavy steps or
     streams of them are too few.
     """
-    rows = [_Row(list(row)) for _, row in groupby(steps, key=_row_of)]
-    settled: dict[_Size, list[float]] = {}
-    for row in rows:
-        for step in row.stream_end():
-            settled.setdefault(_size(step), []).append(step.device_us)
-    stream_us = {size: statistics.median(us) for size, us in settled.items()}
+    rows, stream_us = _rows(steps)
     shares = np.array([s for row in rows for s in row.shares(stream_us)])
     if len(shares) < _FEWEST:
         raise InputError(
@@ -108,6 +103,30 @@ def fit_clock(steps: Sequence[ClockStep]) -> ClockFit:
     _, cool, slope, error, found = min(fits, key=lambda fit: fit[0])
     response = ClockResponse(cool, slope, found.tau_s, found.warm_tokens)
     return ClockFit(response, error, len(shares))
+
+
+def explained(
+    steps: Sequence[ClockStep], response: ClockResponse
+) -> Iterator[tuple[int, str, float, float]]:
+    """Every heavy step: layers, pattern, its share of what it takes in a stream, and `response`'s.
+
+    Steps of sizes that no stream has are left out.
+    """
+    rows, stream_us = _rows(steps)
+    for row in rows:
+        heats = row.heats(response, stream_us)
+        for share, heat in zip(row.shares(stream_us), heats, strict=True):
+            yield row.num_layers, row.pattern, share, response.share(heat)
+
+
+def _rows(steps: Sequence[ClockStep]) -> tuple[list[_Row], dict[_Size, float]]:
+    """The steps by pattern, and what heavy ones of each size take in a stream."""
+    rows = [_Row(list(row)) for _, row in groupby(steps, key=_row_of)]
+    settled: dict[_Size, list[float]] = {}
+    for row in rows:
+        for step in row.stream_end():
+            settled.setdefault(_size(step), []).append(step.device_us)
+    return rows, {size: statistics.median(us) for size, us in settled.items()}
 
 
 def _linear(
@@ -141,6 +160,7 @@ class _Row:
 
     def __init__(self, steps: list[ClockStep]) -> None:
         self._steps = steps
+        self.num_layers, self.pattern = _row_of(steps[0])
 
     def stream_end(self) -> Iterator[ClockStep]:
         """The last steps of every unbroken stream of heavy ones that is long."""
