@@ -84,7 +84,7 @@ PHASES: dict[PointKind, tuple[Phase, ...]] = {
             "decodes",
             "decodes",
             ("decodes", "decode_keys", "decode_longest"),
-            ("decodes", "decode_keys"),
+            ("decodes", "decode_keys", "decode_longest"),
             (
                 ("decodes", None, 0.0),
                 ("decode_keys", "decodes", 64.0),
