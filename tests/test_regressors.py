@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sample_records import ATTENTION, LINEAR, ROPE, SAMPLER, at
 
+from dooly_backend.config import load_grid
 from dooly_backend.database.records import Measurement, Signature
 from dooly_backend.errors import InputError
 from dooly_backend.regression import models
@@ -25,7 +26,7 @@ from dooly_backend.regression.models import (
     model,
     models_of,
 )
-from dooly_backend.workload import Batch, WorkloadPoint
+from dooly_backend.workload import Batch, Request, WorkloadPoint
 
 MOE = Signature("FusedMoE", "module", "routing", '{"routing": {"experts": 64, "top_k": 4}}')
 WINDOWED = Signature("Attention", "module", "batch", '{"attributes": {"sliding_window": 1000}}')
@@ -231,6 +232,70 @@ def test_measured_mixed_batches_tell_how_phases_overlap() -> None:
     right = np.abs(np.log(seeing.predict_batches(held).us / truth)).mean()
     assert right < 0.05
     assert right < wrong / 2
+
+
+def test_measured_mixed_batches_tell_that_a_long_decode_is_not_split_beside_a_prefill() -> None:
+    """What vLLM's Triton kernel does: together they take longer than one after the other."""
+
+    def us(batch: Batch) -> float:
+        together = sum(attention_us(Batch(p)) for p in (batch.prefills, batch.decodes) if p)
+        longest = max(request.context for request in batch.decodes) if batch.decodes else 0
+        return max(together, 0.05 * longest) if batch.prefills else together
+
+    some = [
+        Batch.prefill(chunk, history) + Batch.decode(count, length)
+        for chunk in (64, 256, 1024)
+        for history in (0, 2048)
+        for count in (4, 16, 64)
+        for length in (1000, 6000)
+    ]
+    held = [
+        Batch.prefill(c, 300) + Batch.decode(n, 900) + Batch.decode(1, 4000)
+        for c in (100, 500)
+        for n in (3, 40)
+    ]
+    truth = np.array([us(batch) for batch in held])
+    found = [
+        np.abs(
+            np.log(
+                fit_signature(ATTENTION, known, [name]).predictor.predict_batches(held).us / truth
+            )
+        )
+        for known in (measured(us, grid()), measured(us, grid() + some))
+        for name in ("roofline", "corrected")
+    ]
+    blind, seeing = found[:2], found[2:]
+    for name in (0, 1):
+        assert seeing[name].mean() < 0.15
+        assert seeing[name].mean() < blind[name].mean() / 3
+
+
+def test_measured_uneven_decodes_tell_that_the_longest_is_waited_for() -> None:
+    """The batches of the sweep `gpu`; even ones alone take no notice of the longest."""
+
+    def us(batch: Batch) -> float:
+        if batch.prefills:
+            return attention_us(batch)
+        lengths = [request.context for request in batch.decodes]
+        return 10 + max(sum(lengths) / 800, max(lengths) / 50)
+
+    batches = [point.batch for point in load_grid("gpu").batch_points(131072) if point.batch]
+    batches = [batch for batch in batches if not (batch.prefills and batch.decodes)]
+    even = [batch for batch in batches if len(set(batch.requests)) == 1]
+    lengths = [
+        (5000, 900, 300),
+        (9000, *[700] * 5),
+        (2500, 2000, 1500, 400, 200, 90),
+        (6000, 6000, 50),
+    ]
+    held = [Batch(tuple(Request(1, length) for length in each)) for each in lengths]
+    truth = np.array([us(batch) for batch in held])
+    wrong, right = (
+        np.abs(np.log(fit_signature(ATTENTION, known).predictor.predict_batches(held).us / truth))
+        for known in (measured(us, even), measured(us, batches))
+    )
+    assert wrong.mean() > 0.05
+    assert right.mean() < 0.02
 
 
 def test_what_the_baseline_does_as_well_is_left_to_it() -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from dooly_backend.regression.batches import Floats
+from dooly_backend.regression.joint import LONGEST, Joint, fit_joint, load_joint
 from dooly_backend.regression.lattice import MOST_AXES, Lattice
 from dooly_backend.regression.models import (
     Parameters,
@@ -29,14 +30,11 @@ from dooly_backend.regression.models import (
     model,
 )
 from dooly_backend.regression.roofline import (
-    Joint,
     Phase,
     PhasePart,
     PhasePredictor,
     Trend,
-    fit_joint,
     fit_trend,
-    load_joint,
     load_trend,
     phases_of,
     present,
@@ -218,11 +216,11 @@ class Corrected(Regressor):
             if phase.name in parameters["phases"]
         ]
         if len(phases) == 1:
-            return PhasePredictor(parts, None)
+            return PhasePredictor(parts, None, features)
         joint = load_joint(parameters["joint"])
         if parameters["mixed"] is None:
-            return PhasePredictor(parts, joint)
-        return _Mixed(parts, joint, Process(parameters["mixed"]), mixed_coordinates(features))
+            return PhasePredictor(parts, joint, features)
+        return _Mixed(parts, joint, features, Process(parameters["mixed"]))
 
 
 def _fit_phase(data: Training, phase: Phase, earlier: Parameters | None) -> Parameters:
@@ -271,19 +269,24 @@ def _fit_mixed(
     both = (apart[0] > 0) & (apart[1] > 0)
     if both.sum() < _FEWEST_MIXED:
         return None
-    residuals = np.log(data.us[both] / joint.many(apart[0][both], apart[1][both]))
+    longest = data.column(LONGEST)[both]
+    residuals = np.log(data.us[both] / joint.many(apart[0][both], apart[1][both], longest))
     points = mixed_coordinates(data.features).many(data.rows[both])
     return fit_process(points, residuals, data.noise[both], earlier)
 
 
 class _Mixed(PhasePredictor):
     def __init__(
-        self, parts: Sequence[PhasePart], joint: Joint, process: Process, place: Coordinates
+        self,
+        parts: Sequence[PhasePart],
+        joint: Joint,
+        features: tuple[str, ...],
+        process: Process,
     ) -> None:
-        super().__init__(parts, joint)
+        super().__init__(parts, joint, features)
         if len(parts) != 2:
             raise ValueError("mixed batches need both phases")
-        self._process, self._place = process, place
+        self._process, self._place = process, mixed_coordinates(features)
         self._columns = [part.column for part in parts if part.column is not None]
 
     def many(self, rows: Floats) -> Floats:

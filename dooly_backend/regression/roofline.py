@@ -6,10 +6,8 @@ or below a knee: above, another resource becomes the limit; below, the device is
 not yet full. Coefficients make relative errors small (nonnegative least
 squares, each point divided by its time).
 
-Attention has two phases with terms of their own, prefills and decodes. A batch
-with both takes the longer one and a part of the shorter one; where no mixed
-batch was measured, both, with what the cheapest measured batch takes (a launch)
-counted once.
+Attention has two phases with terms of their own, prefills and decodes; joint.py says
+what a batch with both takes.
 """
 
 from __future__ import annotations
@@ -22,6 +20,7 @@ import numpy as np
 from scipy.optimize import nnls
 
 from dooly_backend.regression.batches import Floats
+from dooly_backend.regression.joint import LONGEST, Joint, fit_joint, load_joint
 from dooly_backend.regression.models import (
     Parameters,
     Predictor,
@@ -198,65 +197,6 @@ def _knees(values: Floats) -> list[float]:
     return [float(place) for place in inner]
 
 
-# -- two phases in one batch ----------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Joint:
-    """Two phases in one batch: the longer, and a share of the shorter beyond a launch."""
-
-    launch: float
-    share: float
-
-    def many(self, one: Floats, other: Floats) -> Floats:
-        """Where either is 0, the other alone."""
-        both = (one > 0) & (other > 0)
-        longer, shorter = np.maximum(one, other), np.minimum(one, other)
-        added = self.share * np.maximum(shorter - self.launch, 0.0)
-        return longer + np.where(both, added, 0.0)
-
-    def one(self, one: float, other: float) -> float:
-        if not one or not other:
-            return one or other
-        longer, shorter = (one, other) if one > other else (other, one)
-        return longer + self.share * max(shorter - self.launch, 0.0)
-
-    @property
-    def parameters(self) -> dict[str, float]:
-        return {"launch": self.launch, "share": self.share}
-
-
-def fit_joint(data: Training, one: Floats, other: Floats) -> Joint:
-    """From the measured batches with both phases, and what each alone is said to take.
-
-    With few of them, all of the shorter phase beyond a launch is added.
-    """
-    cheapest = float(data.us.min())
-    both = (one > 0) & (other > 0)
-    if both.sum() < _FEWEST:
-        return Joint(cheapest, 1.0)
-    longer, shorter = np.maximum(one, other)[both], np.minimum(one, other)[both]
-    us = data.us[both]
-    best: tuple[float, Joint] | None = None
-    for launch in (0.0, cheapest):
-        added = np.maximum(shorter - launch, 0.0) / us
-        rest = 1 - longer / us
-        weight = float(added @ added)
-        share = float(np.clip(added @ rest / weight, 0.0, 1.0)) if weight else 1.0
-        error = float(np.abs(rest - share * added).mean())
-        if best is None or error < best[0]:
-            best = error, Joint(launch, share)
-    assert best is not None
-    return best[1]
-
-
-def load_joint(parameters: Parameters) -> Joint:
-    launch, share = float(parameters["launch"]), float(parameters["share"])
-    if not (0 <= share <= 1 and launch >= 0):
-        raise ValueError("a joint needs a launch above 0 and a share between 0 and 1")
-    return Joint(launch, share)
-
-
 # -- the regressor --------------------------------------------------------------
 
 
@@ -295,7 +235,7 @@ class Roofline(Regressor):
             if p.name in parameters["phases"]
         ]
         joint = load_joint(parameters["joint"]) if len(phases) > 1 else None
-        return PhasePredictor(parts, joint)
+        return PhasePredictor(parts, joint, features)
 
 
 def _phase_times(trend: Trend, data: Training, phase: Phase) -> Floats:
@@ -319,17 +259,21 @@ class PhasePart(Predictor):
 class PhasePredictor(Predictor):
     """The phases of a batch together."""
 
-    def __init__(self, parts: Sequence[PhasePart], joint: Joint | None) -> None:
+    def __init__(
+        self, parts: Sequence[PhasePart], joint: Joint | None, features: tuple[str, ...]
+    ) -> None:
         if not parts:
             raise ValueError("there is no phase")
         self._parts, self._joint = list(parts), joint
+        self._longest = features.index(LONGEST) if joint is not None else -1
 
     def many(self, rows: Floats) -> Floats:
         times = [self._part(part, rows) for part in self._parts]
         if len(times) == 1:
             return times[0]
         assert self._joint is not None
-        return self._joint.many(*times)
+        one, other = times
+        return self._joint.many(one, other, rows[:, self._longest])
 
     def _part(self, part: PhasePart, rows: Floats) -> Floats:
         if part.column is None:
@@ -349,5 +293,5 @@ class PhasePredictor(Predictor):
         for part in self._parts:
             assert part.column is not None
             if row[part.column] > 0:
-                us = self._joint.one(us, part.one(row))
+                us = self._joint.one(us, part.one(row), row[self._longest])
         return us

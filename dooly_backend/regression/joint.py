@@ -1,0 +1,106 @@
+"""Prefills and decodes in one batch: what they take together.
+
+A batch with both takes the longer part and a share of the shorter one. Where no such
+batch was measured, both, with what the cheapest measured batch takes (a launch) counted
+once. It takes no less than the longest decode needs where its keys are not split: many
+kernels split a decode's keys among the device's cores only where all requests decode
+(FlashAttention 3 by the longest query; `use_3d` of vLLM's Triton kernel), so that beside
+a prefill four decodes of 2,048 tokens took an H200 six times as long as alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from dooly_backend.regression.batches import Floats
+from dooly_backend.regression.models import Parameters, Training
+
+_FEWEST = 3  # measured batches with both phases
+_SHARES = np.linspace(0.0, 1.0, 21)
+_MOST_CHAINS = 30  # that are tried
+_GAIN = 0.8  # of the error without a chain; a chain is worth its parameter below that
+
+#: The feature that the chain grows with.
+LONGEST = "decode_longest"
+
+
+@dataclass(frozen=True)
+class Joint:
+    """The longer phase, and a share of the shorter beyond a launch.
+
+    `chain` is microseconds for each key of the longest decode; 0: it bounds nothing.
+    """
+
+    launch: float
+    share: float
+    chain: float = 0.0
+
+    def many(self, one: Floats, other: Floats, longest: Floats) -> Floats:
+        """Where either phase is 0, the other alone. `longest` are keys."""
+        both = (one > 0) & (other > 0)
+        longer, shorter = np.maximum(one, other), np.minimum(one, other)
+        together = longer + self.share * np.maximum(shorter - self.launch, 0.0)
+        return np.where(both, np.maximum(together, self.chain * longest), longer)
+
+    def one(self, one: float, other: float, longest: float) -> float:
+        """The same for one batch."""
+        if not one or not other:
+            return one or other
+        longer, shorter = (one, other) if one > other else (other, one)
+        return max(longer + self.share * max(shorter - self.launch, 0.0), self.chain * longest)
+
+    @property
+    def parameters(self) -> dict[str, float]:
+        return asdict(self)
+
+
+def fit_joint(data: Training, one: Floats, other: Floats) -> Joint:
+    """From the measured batches with both phases, and what each alone is said to take.
+
+    With few of them, all of the shorter phase beyond a launch is added.
+    """
+    cheapest = float(data.us.min())
+    both = (one > 0) & (other > 0)
+    if both.sum() < _FEWEST:
+        return Joint(cheapest, 1.0)
+    one, other, us = one[both], other[both], data.us[both]
+    longest = data.column(LONGEST)[both]
+    plain = _best(us, one, other, longest, cheapest, [0.0])
+    slopes = np.unique(us / np.maximum(longest, 1.0))
+    chosen = np.linspace(0, len(slopes) - 1, min(len(slopes), _MOST_CHAINS)).astype(int)
+    chained = _best(us, one, other, longest, cheapest, slopes[chosen].tolist())
+    return chained[1] if chained[0] < _GAIN * plain[0] else plain[1]
+
+
+def _best(
+    us: Floats,
+    one: Floats,
+    other: Floats,
+    longest: Floats,
+    cheapest: float,
+    chains: list[float],
+) -> tuple[float, Joint]:
+    """The joint with the least mean error in logarithms, and that error."""
+    tried = [
+        Joint(launch, float(share), chain)
+        for chain in chains
+        for launch in (0.0, cheapest)
+        for share in _SHARES
+    ]
+    errors = [float(np.abs(np.log(us / joint.many(one, other, longest))).mean()) for joint in tried]
+    best = int(np.argmin(errors))
+    return errors[best], tried[best]
+
+
+def load_joint(parameters: Parameters) -> Joint:
+    """Raises KeyError, TypeError or ValueError for parameters of another shape."""
+    joint = Joint(
+        float(parameters["launch"]),
+        float(parameters["share"]),
+        float(parameters.get("chain", 0.0)),
+    )
+    if not (0 <= joint.share <= 1 and joint.launch >= 0 and joint.chain >= 0):
+        raise ValueError("a joint needs a launch and a chain above 0 and a share between 0 and 1")
+    return joint
