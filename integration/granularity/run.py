@@ -1,6 +1,7 @@
 """Whole modules against the sums of their operations, timed in turns in one run.
 
     python -m integration.granularity.run [-o FOLDER] [--seconds 300] [--repeats 9]
+    python -m integration.granularity.run --together --budget 115 --seconds 45 -o FOLDER
 
 For each module of the paper's section 7.4 (linear of Llama-3.1-8B's widths,
 Gemma's RMSNorm, Cohere's LayerNorm) and each number of tokens the module, the
@@ -9,6 +10,8 @@ that it runs take turns, each timed as the profiler times them. Runs on the
 device that the engine finds: a CPU, or a GPU behind CUDA events. Writes
 granularity.csv and granularity.md to FOLDER, after each module; what lies there
 of the same device and engine is kept, so that another run measures the rest.
+With --together, which is for a GPU, an engine for each model starts at once and
+they measure in turn; after --budget seconds what is not done is killed.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ from dooly_backend.profiling.measure import Regime, measure
 from dooly_backend.profiling.sweep import prefills
 from dooly_backend.profiling.timer import Timer, quiet_process, timer_for
 from dooly_backend.workload import WorkloadPoint
-from integration.granularity.pairs import PAIRS, Site, sites, subjects
+from integration.gpu.workers import in_turn, ready
+from integration.granularity.pairs import PAIRS, Pair, Site, sites, subjects
 
 TOKENS = tuple(2**n for n in range(12))
 HERE = Path(__file__).resolve().parent
@@ -68,31 +72,60 @@ def main() -> int:
         "--seconds", type=float, default=300, help="for everything but the first start"
     )
     parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--together", action="store_true", help="start all engines at once")
+    parser.add_argument("--budget", type=float, default=540, help="seconds for all of --together")
+    parser.add_argument("--pair", choices=[pair.title for pair in PAIRS], help="only this one")
+    parser.add_argument("--wait", action="store_true", help="start, then wait for a line on stdin")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    rows = read(arguments.out / "granularity.csv")
-    left = sum(len(pair.names) for pair in PAIRS)
+    pairs = [pair for pair in PAIRS if arguments.pair in (None, pair.title)]
+    if arguments.together:
+        return together(pairs, arguments)
+    left = sum(len(pair.names) for pair in pairs)
     last = time.monotonic() + arguments.seconds
-    regime = Regime(repeats=arguments.repeats)
-    for pair in PAIRS:
+    for pair in pairs:
         try:
             with boot(pair.options) as engine, quiet_process():
-                environment = described(engine.environment)
-                rows = [row for row in rows if row.environment == environment]
-                found, leaves = sites(engine, pair.names)
-                for site in found:
-                    now = time.monotonic()
-                    end = now + (last - now) / left  # what one does not use the others may
-                    left -= 1
-                    here = {r.tokens for r in rows if (r.pair, r.module) == (pair.title, site.name)}
-                    wanted = [tokens for tokens in TOKENS if tokens not in here]
-                    rows += compared(engine, pair.title, site, leaves, regime, wanted, end)
-                    write(rows, arguments.out)
+                if arguments.wait:
+                    ready()
+                    last = time.monotonic() + arguments.seconds
+                measured(engine, pair, arguments, left, last)
+                left -= len(pair.names)
         except DoolyError as error:
             print(f"error: {pair.title}: {error}", file=sys.stderr)
             return error.exit_code
     print((arguments.out / "granularity.md").read_text())
     return 0
+
+
+def together(pairs: Sequence[Pair], arguments: argparse.Namespace) -> int:
+    """A process for every pair; each has its share of the seconds."""
+    every = sum(len(pair.names) for pair in pairs)
+    options = ["--wait", "--repeats", str(arguments.repeats), "--out", str(arguments.out)]
+    commands = []
+    for pair in pairs:
+        seconds = arguments.seconds * len(pair.names) / every
+        command = ["integration.granularity.run", "--pair", pair.title, "--seconds", str(seconds)]
+        commands.append(command + options)
+    return max(map(abs, in_turn(commands, arguments.budget)))
+
+
+def measured(
+    engine: Engine, pair: Pair, arguments: argparse.Namespace, left: int, last: float
+) -> None:
+    """Measure a pair's modules, `left` being those of all pairs, and write after each."""
+    environment = described(engine.environment)
+    rows = [r for r in read(arguments.out / "granularity.csv") if r.environment == environment]
+    regime = Regime(repeats=arguments.repeats)
+    found, leaves = sites(engine, pair.names)
+    for site in found:
+        now = time.monotonic()
+        end = now + (last - now) / left  # what one does not use the others may
+        left -= 1
+        here = {r.tokens for r in rows if (r.pair, r.module) == (pair.title, site.name)}
+        wanted = [tokens for tokens in TOKENS if tokens not in here]
+        rows += compared(engine, pair.title, site, leaves, regime, wanted, end)
+        write(rows, arguments.out)
 
 
 def described(environment: Environment) -> str:

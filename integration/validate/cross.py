@@ -26,6 +26,7 @@ from dooly_backend.simulation.run_file import load_run
 from dooly_backend.simulation.scheduler import simulate
 from dooly_backend.simulation.source import from_bundle
 from dooly_backend.simulation.step_time import StepModel
+from dooly_backend.simulation.validation import plain
 
 
 @click.command()
@@ -42,6 +43,7 @@ def main(model: str, files: tuple[Path, ...], bundle: Path, backend: str | None,
         run = load_run(file)
         runs.setdefault(str(run.about.get("workload", file.name)), []).append(run)
     lines = [f"# {source.configuration.model} on {source.environment.device}", ""]
+    figures = {}
     for workload, live in runs.items():
         assert live[0].limits is not None
         execution = Execution.served(live[0].about, live[0].limits.max_num_seqs)
@@ -52,7 +54,9 @@ def main(model: str, files: tuple[Path, ...], bundle: Path, backend: str | None,
         with_cost = simulated(live[0], model_of_steps.with_cost(cost))
         found = Comparison(kernels.live, Metrics(with_cost))
         lines += [f"## {workload}", "", *rows(found, kernels), ""]
+        figures[workload] = figures_of(found, kernels)
         agreement = min(schedule_agreement(run, replayed(run)) for run in live)
+        figures[workload]["schedule_agreement"] = agreement
         lines += [
             f"Schedule, replayed: {agreement:.1f}% of the steps equal. Mean of the four: TTFT "
             f"{found.mape('ttft'):.1f}%, TPOT {found.mape('tpot'):.1f}%; kernels only "
@@ -64,6 +68,8 @@ def main(model: str, files: tuple[Path, ...], bundle: Path, backend: str | None,
             "",
         ]
     out.mkdir(parents=True, exist_ok=True)
+    told = {**source.about(), "workloads": figures}
+    (out / "figures.json").write_text(json.dumps(told, indent=2) + "\n")
     (out / "README.md").write_text("\n".join(lines))
     print("\n".join(lines))
 
@@ -71,6 +77,23 @@ def main(model: str, files: tuple[Path, ...], bundle: Path, backend: str | None,
 def simulated(live: Run, timer: StepModel) -> Run:
     assert live.limits is not None
     return simulate([record.request for record in live.requests], live.limits, timer)
+
+
+def figures_of(found: Comparison, kernels: Comparison) -> dict[str, float | None]:
+    """As `Validation.figures` names them; percent."""
+    values = {
+        "ttft_mape": found.mape("ttft"),
+        "tpot_mape": found.mape("tpot"),
+        "throughput_error": abs(found.throughput["error"]),
+        "ttft_noise": found.noise("ttft"),
+        "tpot_noise": found.noise("tpot"),
+        "throughput_noise": found.throughput["noise"],
+        "ttft_mape_profile_only": kernels.mape("ttft"),
+        "tpot_mape_profile_only": kernels.mape("tpot"),
+        "step_tokens_mape": found.steps.loc["tokens", "mape"],
+        "step_requests_mape": found.steps.loc["requests", "mape"],
+    }
+    return {name: plain(value) for name, value in values.items()}
 
 
 def rows(found: Comparison, kernels: Comparison) -> list[str]:

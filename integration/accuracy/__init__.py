@@ -1,0 +1,1 @@
+"""The accuracy page: every committed measurement beside its target."""

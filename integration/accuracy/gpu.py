@@ -1,0 +1,119 @@
+"""Sections of what was measured on GPUs: coverage, whole steps at the engine's defaults."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from integration.accuracy.tables import MISSES, at_most, causes, paragraph, source, table
+
+_STEP = {"eager": at_most(5)}
+_STEP_DEFAULT = at_most(3)
+
+
+def coverage(root: Path) -> list[str]:
+    """Kernels of live steps under the entries of the runnable set."""
+    files = sorted((root / "integration/gpu/results").glob("**/coverage*.json"))
+    rows = []
+    for configuration in (c for path in files for c in json.loads(path.read_text())):
+        batches = configuration["batches"]
+        name = f"{short(configuration['model'])}, {configuration['backend']}"
+        for phase in ("prefill", "decode", "mixed"):
+            of = [batch for batch in batches if batch["phase"] == phase]
+            if of:
+                rows.append(
+                    [
+                        f"{name}, {configuration['mode']}",
+                        configuration["device"],
+                        phase,
+                        *_counts(of, configuration["unit"]),
+                    ]
+                )
+    if not rows:
+        return ["Not measured yet."]
+    heads = ["configuration", "device", "steps", "under one entry", "under none", "under several"]
+    return [
+        paragraph(
+            "What the modules of live steps launch, and how much of it lies under exactly one",
+            "entry of the runnable set, by count and by time: kernels, copies and fills on a",
+            "GPU, operations that call no other on a CPU. *Outside* is what no module launches",
+            "(inputs before the model, what follows the sampler): it is part of the step's own",
+            "cost. Target: all under exactly one. Measured by `python -m",
+            f"integration.gpu.coverage`; from {source(root, files)}.",
+        ),
+        "",
+        *table([*heads, "outside", "", "with ranges"], rows),
+        *causes(root, (path.parent for path in files)),
+    ]
+
+
+def _counts(batches: list[dict[str, Any]], unit: str) -> list[str]:
+    def total(part: str) -> tuple[int, float]:
+        return sum(b[part]["count"] for b in batches), sum(b[part]["us"] for b in batches)
+
+    inside, once = total("inside"), total("once")
+    outside = [of for batch in batches for of in batch["outside"].values()]
+    changes = sum(abs(n) for batch in batches for n in batch["ranges_change"].values())
+    return [
+        f"{once[0]} of {inside[0]} {unit}, {share(once[1], inside[1])} of the time",
+        str(total("gaps")[0]),
+        str(total("doubles")[0]),
+        f"{sum(of['count'] for of in outside)}, {sum(of['us'] for of in outside):.0f} us",
+        "" if all(batch["exact"] for batch in batches) else MISSES,
+        f"{changes} differ" if changes else "the same",
+    ]
+
+
+def whole_steps(root: Path) -> list[str]:
+    """Held-out steps in a row at the engine's defaults, beside what is predicted."""
+    files = sorted((root / "integration/gpu/results").glob("**/step-errors*.csv"))
+    if not files:
+        return ["Not measured yet."]
+    frame = pd.concat([pd.read_csv(path) for path in files], ignore_index=True)
+    frame = frame.fillna({"quantization": "none"})
+    rows = []
+    by = ["model", "backend", "execution_mode", "quantization", "layers", "kind"]
+    for key, group in frame.groupby(by, sort=False):
+        model, backend, mode, quantization, layers, kind = key
+        error = group["error_percent"].abs()
+        alone = group["forward_only_error_percent"].abs()
+        target = _STEP.get(mode, _STEP_DEFAULT)
+        precision = "" if quantization == "none" else f", {quantization}"
+        rows.append(
+            [
+                f"{short(model)}, {backend}, {mode}{precision}",
+                str(layers),
+                kind,
+                str(len(group)),
+                f"{error.mean():.1f} / {error.max():.1f} %",
+                f"{alone.mean():.1f} / {alone.max():.1f} %",
+                target.text,
+                target.mark(error.mean()),
+            ]
+        )
+    heads = ["configuration", "layers", "steps", "number", "predicted: mean / worst"]
+    return [
+        paragraph(
+            "Steps in a row, launched as asynchronous scheduling launches them; none of them is",
+            "in a fit. *Operations alone* is their sum, with no cost of the step itself.",
+            "Measured by `python -m integration.gpu.step_costs`, predicted by",
+            f"`integration.gpu.step_errors`; from  {source(root, files)}.",
+        ),
+        "",
+        *table([*heads, "operations alone", "target (mean)", ""], rows),
+        *causes(root, (path.parent for path in files)),
+    ]
+
+
+def short(model: str) -> str:
+    """A model's name without its owner."""
+    return model.rpartition("/")[2]
+
+
+def share(part: float, whole: float) -> str:
+    """Percent; only what is all is 100 %."""
+    percent = 100 * part / whole if whole else 100.0
+    return f"{percent:.0f} %" if part == whole else f"{min(percent, 99.99):.2f} %"

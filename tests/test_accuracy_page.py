@@ -1,0 +1,128 @@
+"""docs/accuracy.md is what its results say, and marks what misses its target."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from integration.accuracy import calls, gpu, page, requests
+from integration.accuracy.tables import MISSES, Target, at_most, paragraph, table
+
+
+def test_the_committed_page_is_what_the_command_writes() -> None:
+    assert page.PAGE.read_text() == page.page(page.ROOT), (
+        "results have changed: run python -m integration.accuracy.page"
+    )
+
+
+def test_targets() -> None:
+    assert at_most(3).mark(3.0, 2.9) == ""
+    assert at_most(3).mark(2.0, 3.1) == MISSES
+    assert at_most(3).mark(float("nan")) == MISSES
+    between = Target("85 to 95%", most=95, least=85)
+    assert [between.mark(figure) for figure in (84.9, 85, 95, 95.1)] == [MISSES, "", "", MISSES]
+
+
+def test_tables_put_numbers_to_the_right_and_code_on_one_line() -> None:
+    lines = table(["what", "number", ""], [["a", "1.5 %", ""], ["b", "-2 %", MISSES]])
+    assert lines[1] == "| --- | ---: | --- |"
+    long = paragraph("word " * 22, "`python -m some.module`", "more")
+    assert "`python -m some.module`" in long
+    assert max(map(len, long.splitlines())) <= 120
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A tree of results with one run of each, as their commands write them."""
+    additivity = tmp_path / "integration/additivity/results/h200"
+    additivity.mkdir(parents=True)
+    pd.DataFrame(
+        {
+            "phase": ["prefill", "prefill", "decode"],
+            "forward_error": [1.0, -2.0, 2.5],
+        }
+    ).to_csv(additivity / "additivity-Some-8B-FLASH_ATTN.csv", index=False)
+    (additivity / "cause.md").write_text("The clock\ngives way.\n")
+    results = tmp_path / "integration/gpu/results/h200"
+    results.mkdir(parents=True)
+    batch = {
+        "phase": "decode",
+        "exact": False,
+        "inside": {"count": 10, "us": 100.0},
+        "once": {"count": 9, "us": 99.0},
+        "gaps": {"count": 1, "us": 1.0},
+        "doubles": {"count": 0, "us": 0.0},
+        "outside": {"before the model": {"count": 4, "us": 8.0}},
+        "ranges_change": {"kernel": -1},
+    }
+    about = {"model": "a/Some-8B", "backend": "FLASH_ATTN", "mode": "eager"}
+    row = {**about, "device": "NVIDIA H200", "unit": "kernels", "batches": [batch]}
+    (results / "coverage.json").write_text(json.dumps([row]))
+    pd.DataFrame(
+        {
+            "model": "a/Some-8B",
+            "backend": "FLASH_ATTN",
+            "execution_mode": ["full_graph", "full_graph", "eager"],
+            "quantization": "none",
+            "layers": 32,
+            "kind": "decode",
+            "error_percent": [3.0, -4.0, 4.5],
+            "forward_only_error_percent": [8.0, 9.0, 10.0],
+        }
+    ).to_csv(results / "step-errors.csv", index=False)
+    return tmp_path
+
+
+def rows(lines: list[str]) -> list[list[str]]:
+    """Cells below the head of the table."""
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line[:1] == "|"]
+    return cells[2:]
+
+
+def test_misses_are_marked_and_causes_shown(root: Path) -> None:
+    lines = calls.additivity(root)
+    assert [(row[1], row[3], row[-1]) for row in rows(lines)] == [
+        ("prefill", "1.5 / 2.0 %", ""),
+        ("decode", "2.5 / 2.5 %", MISSES),
+    ]
+    assert lines[-1] == "`integration/additivity/results/h200`: The clock gives way."
+
+
+def test_coverage_says_what_lies_under_no_entry(root: Path) -> None:
+    ((name, _, phase, once, gaps, doubles, outside, mark, change),) = rows(gpu.coverage(root))
+    assert (name, phase) == ("Some-8B, FLASH_ATTN, eager", "decode")
+    assert once == "9 of 10 kernels, 99.00 % of the time"
+    assert (gaps, doubles, outside) == ("1", "0", "4, 8 us")
+    assert (mark, change) == (MISSES, "1 differ")
+
+
+def test_whole_steps_by_mode_have_their_own_target(root: Path) -> None:
+    found = rows(gpu.whole_steps(root))
+    assert [(row[0], row[4], row[-1]) for row in found] == [
+        ("Some-8B, FLASH_ATTN, full_graph", "3.5 / 4.0 %", MISSES),
+        ("Some-8B, FLASH_ATTN, eager", "4.5 / 4.5 %", ""),
+    ]
+
+
+def test_noise_counts_on_a_cpu_only(tmp_path: Path) -> None:
+    figures = {
+        "ttft_mape": 6.0, "tpot_mape": 2.0, "throughput_error": 0.5, "schedule_agreement": 99.8,
+        "ttft_noise": 3.5, "tpot_noise": 1.0, "throughput_noise": 0.1,
+    }  # fmt: skip
+    for device in ("AMD EPYC", "NVIDIA H200"):
+        folder = tmp_path / "integration/validate/results" / device.split()[0]
+        folder.mkdir(parents=True)
+        run = {"model": "m", "backend": "b", "device": device, "workloads": {"w": figures}}
+        (folder / "figures.json").write_text(json.dumps(run))
+    assert [row[-1] for row in rows(requests.served(tmp_path))] == [
+        f"{MISSES}: schedule",
+        f"{MISSES}: TTFT",
+    ]
+
+
+def test_what_was_not_measured_says_so(tmp_path: Path) -> None:
+    assert gpu.coverage(tmp_path) == gpu.whole_steps(tmp_path) == ["Not measured yet."]
+    assert requests.wrong_reuse(tmp_path) == ["Not measured yet."]
