@@ -392,6 +392,12 @@ def test_experts_have_a_table_and_their_cluster(
 def test_variants(models: dict[str, list[LatencyModel]], tmp_path: Path) -> None:
     model = changed(models[fixture.LLAMA][0], kv_cache_dtype="fp8")
     assert export([model], tmp_path / "out")["llmservingsim"]["variant"] == "bf16-kvfp8"
+    fp8 = model.configuration.hf_config | {"dooly_quantization": "fp8"}
+    manifest = export([changed(model, hf_config=fp8)], tmp_path / "fp8")
+    assert manifest["llmservingsim"]["variant"] == "fp8-kvfp8"
+    assert any("weights of linear layers are fp8" in text for text in manifest["approximations"])
+    cluster = json.loads((tmp_path / "fp8" / manifest["clusters"]["1"]).read_text())
+    assert cluster["nodes"][0]["instances"][0]["dtype"] == "fp8"
 
 
 def test_repeated_exports_are_equal(models: dict[str, list[LatencyModel]], tmp_path: Path) -> None:

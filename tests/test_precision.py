@@ -34,6 +34,24 @@ def test_how_the_weights_are_quantised() -> None:
     assert quantised(**{ENGINE_QUANTIZATION: "fp8"}).quantization == "fp8"
 
 
+def test_the_format_of_the_weights() -> None:
+    def groups(*kinds: tuple[str, int]) -> dict[str, Any]:
+        found = {f"group_{i}": {"weights": {"type": t, "num_bits": n}}
+                 for i, (t, n) in enumerate(kinds)}  # fmt: skip
+        return {"quant_method": "compressed-tensors", "config_groups": found}
+
+    assert QWEN.weight_dtype == "bfloat16"
+    assert quantised(quantization_config=FP8_CHECKPOINT).weight_dtype == "fp8"
+    assert quantised(**{ENGINE_QUANTIZATION: "int8_per_channel_weight_only"}).weight_dtype == "int8"
+    for kinds, expected in (
+        ([("float", 8)], "fp8"),
+        ([("int", 8)], "int8"),
+        ([("int", 4)], "bfloat16"),
+        ([("float", 8), ("int", 8)], "bfloat16"),
+    ):
+        assert quantised(quantization_config=groups(*kinds)).weight_dtype == expected
+
+
 def test_what_the_engine_quantises_is_another_configuration() -> None:
     made = quantised(**{ENGINE_QUANTIZATION: "fp8"})
     of_checkpoint = quantised(quantization_config=FP8_CHECKPOINT)

@@ -75,6 +75,14 @@ def checkpoint_quantization(hf_config: Mapping[str, Any]) -> str | None:
     return None
 
 
+def _compressed_format(hf_config: Mapping[str, Any]) -> str | None:
+    """The one format of 8 bits that compressed-tensors names for all groups of weights."""
+    groups = (hf_config.get("quantization_config") or {}).get("config_groups") or {}
+    weights = [group.get("weights") or {} for group in groups.values()]
+    found = {f"{w.get('type')}{w.get('num_bits')}" for w in weights}
+    return {"float8": "fp8", "int8": "int8"}.get(found.pop()) if len(found) == 1 else None
+
+
 @dataclass(frozen=True)
 class Configuration:
     """A model as one engine serves it. `hf_config` is the HF config.json, whole.
@@ -106,6 +114,17 @@ class Configuration:
         """How the weights are quantised: by the engine, or as their checkpoint has them; "none"."""
         by_engine = self.hf_config.get(ENGINE_QUANTIZATION)
         return str(by_engine or checkpoint_quantization(self.hf_config) or "none")
+
+    @property
+    def weight_dtype(self) -> str:
+        """The number format of the linear layers' weights: "fp8" or "int8", else `dtype`.
+
+        Other formats (four bits, several in one model) are not told apart from `dtype`.
+        """
+        for format_ in ("fp8", "int8"):
+            if format_ in self.quantization:
+                return format_
+        return _compressed_format(self.hf_config) or self.dtype
 
     @property
     def layers_run(self) -> int:

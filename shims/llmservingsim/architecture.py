@@ -199,6 +199,16 @@ def _notes(
             f"Attention has a sliding window of {window} tokens: times are measured with it, the "
             "simulator's KV cache is sized without."
         )
+    if configuration.weight_dtype != configuration.dtype:
+        yield (
+            f"The weights of linear layers are {configuration.weight_dtype}, all else "
+            f"{configuration.dtype}: LLMServingSim takes one format for all when it sizes memory"
+            + (
+                f", also for a KV cache that is {configuration.dtype}."
+                if configuration.kv_cache_dtype == "auto"
+                else "."
+            )
+        )
     if configuration.kv_cache_dtype not in ("auto", "fp8"):
         yield (
             f"The KV cache is {configuration.kv_cache_dtype}; LLMServingSim sizes one of 'auto' "

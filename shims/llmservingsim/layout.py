@@ -83,8 +83,8 @@ def place_of(
 
 
 def variant_of(configuration: Configuration) -> str:
-    """As the simulator names it: ``bf16``, ``bf16-kvfp8``."""
-    short = SHORT_DTYPES.get(configuration.dtype, configuration.dtype)
+    """As the simulator names it, by the weights and the KV cache: ``bf16``, ``fp8-kvfp8``."""
+    short = SHORT_DTYPES.get(configuration.weight_dtype, configuration.weight_dtype)
     cache = configuration.kv_cache_dtype
     return short if cache == "auto" else f"{short}-kv{SHORT_DTYPES.get(cache, cache)}"
 
@@ -235,7 +235,7 @@ def _cluster(place: Place, costs: LayerCosts, grids: Grids, hardware: Hardware) 
         # What the engine had, where the tables cover it.
         **{name: min(int(facts.get(name) or limit), limit) for name, limit in limits.items()},
         "block_size": configuration.block_size,
-        "dtype": configuration.dtype,
+        "dtype": configuration.weight_dtype,
         "kv_cache_dtype": configuration.kv_cache_dtype,
     }
     return {
