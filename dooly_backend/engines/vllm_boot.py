@@ -49,6 +49,22 @@ def remembering_bodies() -> Iterator[None]:
         torch.library.Library.impl = register  # type: ignore[method-assign]
 
 
+@contextmanager
+def showing_compiled_functions() -> Iterator[None]:
+    """On a GPU, show the functions that vLLM compiles meanwhile to the tracer.
+
+    On a CPU they are traced and timed as eager code: compiling one takes half a
+    minute and a C++ compiler.
+    """
+    from dooly_backend.engines.compiled import showing_compiled
+
+    if on_gpu():
+        with showing_compiled("vllm"):
+            yield
+    else:
+        yield
+
+
 def import_vllm(threads: int | None) -> None:
     """Import vLLM with the settings that Dooly needs. Raises EngineError.
 
@@ -67,7 +83,7 @@ def import_vllm(threads: int | None) -> None:
         torch.set_num_threads(threads)  # where torch was there already, it has read the other value
     logging.getLogger("vllm").setLevel(logging.CRITICAL)
     try:
-        with warnings.catch_warnings(), remembering_bodies():
+        with warnings.catch_warnings(), remembering_bodies(), showing_compiled_functions():
             warnings.simplefilter("ignore")
             import vllm.v1.engine.core  # noqa: F401
     except (ImportError, RuntimeError) as error:

@@ -22,6 +22,7 @@ from dooly_backend.engines.vllm_boot import (
     refuse_backend,
     remembering_bodies,
     shortened,
+    showing_compiled_functions,
 )
 from dooly_backend.engines.vllm_configs import completed, register_config
 from dooly_backend.errors import DoolyError, EngineError
@@ -69,7 +70,12 @@ def start(options: RunOptions) -> Started:
         (folder / "config.json").write_text(canonical_json(options.model.hf_config))
         arguments = _arguments(options, whole, folder, layers, stage)
         try:
-            with warnings.catch_warnings(), remembering_bodies(), groups_emulated(rank):
+            with (
+                warnings.catch_warnings(),
+                remembering_bodies(),
+                showing_compiled_functions(),
+                groups_emulated(rank),
+            ):
                 warnings.simplefilter("ignore")
                 refuse_backend(options.backend)
                 register_config(options.model.hf_config)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from torch.utils._python_dispatch import TorchDispatchMode
-
 from dooly_backend.engines import CapturedCall, Engine
 from dooly_backend.engines.base import copied
+from dooly_backend.engines.compiled import StepMode, uninterrupted
 from dooly_backend.engines.paths import ModuleStack
 from dooly_backend.tracing.modes import acceptable
 from dooly_backend.workload import Batch
@@ -19,7 +18,7 @@ from dooly_backend.workload import Batch
 Key = tuple[str, int | None]
 
 
-class _OperationRecorder(TorchDispatchMode):
+class _OperationRecorder(StepMode):
     """Keeps the arguments of the wanted operations."""
 
     def __init__(self, stack: ModuleStack, wanted: frozenset[Key]) -> None:
@@ -32,17 +31,26 @@ class _OperationRecorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        self._keep(func, args, kwargs or {})
+        return acceptable(func(*args, **(kwargs or {})))
+
+    def compiled_call(
+        self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        self._keep(function, args, kwargs)
+        return uninterrupted(function, args, kwargs)
+
+    def _keep(self, target: Any, args: tuple[Any, ...], kwargs: Any) -> None:
         call = self._stack.call
         ordinal = self._ordinals.get(call, 0)
         self._ordinals[call] = ordinal + 1
         if (self._stack.path, ordinal) in self._wanted:
             self.calls.append(
                 CapturedCall(
-                    self._stack.path, func, copied(args), copied(kwargs or {}), None,
+                    self._stack.path, target, copied(args), copied(kwargs), None,
                     time.perf_counter_ns(), ordinal,
                 )
             )  # fmt: skip
-        return acceptable(func(*args, **(kwargs or {})))
 
 
 @contextmanager

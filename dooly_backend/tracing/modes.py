@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from dooly_backend.engines.compiled import StepMode, uninterrupted
 from dooly_backend.engines.paths import ModuleStack
 from dooly_backend.errors import TraceError
 from dooly_backend.tracing.call import Call, Rule, TensorShape, preserve
@@ -168,7 +168,7 @@ def _integers(tree: Any) -> Iterator[Dim]:
             yield Dim(int(leaf), label_of(leaf))
 
 
-class DispatchTracer(TorchDispatchMode):
+class DispatchTracer(StepMode):
     """Records every operation with its labelled dimensions.
 
     `bodies` are Python bodies of custom operations: their insides are traced
@@ -198,6 +198,26 @@ class DispatchTracer(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = f"{func.namespace}::{func.__name__}"
+
+        def run(index: int, call: Call) -> Any:
+            body = self._bodies.get(call.name)
+            if body is not None and name.startswith("vllm::"):
+                return self._enter(index, call, body, args, kwargs)
+            return acceptable(func(*args, **kwargs))
+
+        return self._recorded(name, args, kwargs, run)
+
+    def compiled_call(
+        self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        # dynamo takes no integer that is of a class of its own.
+        plain = _mapped(
+            lambda leaf: int(leaf) if isinstance(leaf, LabelledInt) else leaf, (args, kwargs)
+        )
+        return self._recorded(name, args, kwargs, lambda *_: uninterrupted(function, *plain))
+
+    def _recorded(self, name: str, args: Any, kwargs: Any, run: Callable[[int, Call], Any]) -> Any:
+        """The result of `run`, recorded as that of operation `name` and labelled."""
         with torch._C.DisableTorchFunction():
             leaves = _leaves((args, kwargs))
             call = self._call(name, args, kwargs)
@@ -214,11 +234,7 @@ class DispatchTracer(TorchDispatchMode):
                     self._stack.call,
                 )
             )
-        body = self._bodies.get(call.name)
-        if body is not None and name.startswith("vllm::"):
-            result = self._enter(index, call, body, args, kwargs)
-        else:
-            result = acceptable(func(*args, **kwargs))
+        result = run(index, call)
         with torch._C.DisableTorchFunction():
             outputs = [t for t in _leaves(result) if isinstance(t, torch.Tensor)]
             if self._label and outputs:

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch.nn.modules.module as torch_module
 from torch.profiler import record_function
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dooly_backend.engines import Engine
 from dooly_backend.engines.base import hooks
+from dooly_backend.engines.compiled import StepMode, uninterrupted
 from dooly_backend.engines.paths import ModuleStack
 from dooly_backend.operations.runnable import Entry
 from dooly_backend.tracing.modes import acceptable
 from integration.gpu.launches import ENTRY, MODULE
 
 
-class EntryRanges(TorchDispatchMode):
+class EntryRanges(StepMode):
     """Opens "dooly#i" while the call of entry i runs, and "dooly@path" while a module does.
 
     Calls are found as `operations.capture` finds them: modules by the path under
@@ -63,11 +63,19 @@ class EntryRanges(TorchDispatchMode):
     ) -> Any:
         if func.namespace == "profiler":  # what opens and closes the ranges
             return func(*args, **(kwargs or {}))
+        with self._range():
+            return acceptable(func(*args, **(kwargs or {})))
+
+    def compiled_call(
+        self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        with self._range():
+            return uninterrupted(function, args, kwargs)
+
+    def _range(self) -> AbstractContextManager[Any]:
+        """The range of the entry whose call comes next, if it is one's."""
         call = self._stack.call
         ordinal = self._ordinals.get(call, 0)
         self._ordinals[call] = ordinal + 1
         number = self._numbers.get((self._stack.path, ordinal))
-        if number is None:
-            return acceptable(func(*args, **(kwargs or {})))
-        with record_function(f"{ENTRY}{number}"):
-            return acceptable(func(*args, **(kwargs or {})))
+        return nullcontext() if number is None else record_function(f"{ENTRY}{number}")
