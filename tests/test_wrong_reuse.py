@@ -71,6 +71,9 @@ def test_a_workload_tells_what_the_other_attention_costs(own: Source, donor: Sou
         percent(row["wrong_ttft_s"], row["own_ttft_s"]), abs=0.01
     )
     assert row["error"]["ttft"] != 0
+    assert same["extrapolated"] == 0
+    long = compared(own, wrong, "fixed:requests=2,prompt=900,output=4,rate=5", None)
+    assert 0 < long["extrapolated"] <= 100
 
 
 def test_forward_passes_of_few_layers(own: Source, donor: Source) -> None:

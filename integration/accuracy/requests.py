@@ -89,6 +89,7 @@ def wrong_reuse(root: Path) -> list[str]:
                     f"{1e3 * workload['wrong_ttft_s']:.1f} ms",
                     f"{error['ttft']:+.1f} %",
                     f"{error['tpot']:+.1f} %",
+                    f"{workload['extrapolated']:.0f} %",
                 ]
             )
         forward += [
@@ -112,7 +113,7 @@ def wrong_reuse(root: Path) -> list[str]:
             f"{source(root, files)}.",
         ),
         "",
-        *table([*heads, "TTFT differs", "TPOT differs"], rows),
+        *table([*heads, "TTFT differs", "TPOT differs", "beyond the measured"], rows),
     ]
     if forward:
         heads = ["what", "batch", "live forward pass", "error: own attention", "the other's"]

@@ -37,6 +37,7 @@ WORKLOADS = (
     "paper-small:requests=200,rate=1",
     "fixed:prompt=8192,output=64,requests=60,rate=0.5",
     "fixed:prompt=16384,output=64,requests=40,rate=0.25",
+    "fixed:prompt=32768,output=64,requests=20,rate=0.08",
 )
 
 
@@ -106,15 +107,19 @@ def with_attention(own: BundleConfiguration, donor: BundleConfiguration) -> Bund
 
 
 def compared(own: Source, wrong: Source, workload: str, gib: float | None) -> dict[str, Any]:
-    """Mean TTFT and TPOT of a workload with either attention, and by how much they differ."""
+    """Mean TTFT and TPOT of a workload with either attention, and by how much they differ.
+
+    `extrapolated` is the percentage of steps beyond what was measured, of one or the other.
+    """
     requests = load_workload(workload).build()
     limits = own.limits({"kv_cache_gib": gib})
-    spreads = []
-    for source in (own, wrong):
-        metrics = Metrics(simulate(requests, limits, source.timer(limits)))
-        spreads.append(metrics.summary.latencies)
-    right, other = spreads
-    row: dict[str, Any] = {"workload": workload, "error": {}, "errors": {}}
+    summaries = [
+        Metrics(simulate(requests, limits, source.timer(limits))).summary for source in (own, wrong)
+    ]
+    right, other = (summary.latencies for summary in summaries)
+    beyond = max(100 * (summary.extrapolated_share or 0.0) for summary in summaries)
+    row: dict[str, Any] = {"workload": workload, "extrapolated": round(beyond, 1)}
+    row |= {"error": {}, "errors": {}}
     for name in ("ttft", "tpot"):
         a, b = right[name], other[name]
         if a is None or b is None:
