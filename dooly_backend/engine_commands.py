@@ -85,6 +85,20 @@ def trace(model: str, engine_settings: dict[str, Any], out: Path | None, as_json
     show_default=True,
     help="With --confirm-from: percent that a median may move by.",
 )
+@click.option(
+    "--whole-steps/--no-whole-steps",
+    default=None,
+    help="Also time whole steps as the engine runs them by default (compiled, CUDA graphs), in "
+    "a process for each depth. [default: on a GPU]",
+)
+@click.option(
+    "--step-layers",
+    metavar="N",
+    type=click.IntRange(min=1),
+    multiple=True,
+    help="Layers of the engines that run whole steps; may be repeated. [default: 4, and as many "
+    "as fit]",
+)
 @console.json_option
 @click.pass_context
 def profile(
@@ -96,6 +110,8 @@ def profile(
     dry_run: bool,
     confirm_from: str | None,
     tolerance: float,
+    whole_steps: bool | None,
+    step_layers: tuple[int, ...],
     as_json: bool,
 ) -> None:
     """Time a model's operations that the database does not know yet.
@@ -104,7 +120,8 @@ def profile(
     call that has no measurement in this environment is timed. What was timed
     is kept, whatever happens: run it again to go on. Points are placed while
     measuring, until the next ones are predicted well; --sweep quick and others
-    measure a grid.
+    measure a grid. On a GPU whole steps follow, which tell what compiled code,
+    CUDA graphs and launching make of the sum.
 
     \b
     Examples:
@@ -112,6 +129,7 @@ def profile(
       dooly profile smollm-135m --sweep quick
       dooly profile Qwen/Qwen3-8B meta-llama/Llama-3.1-8B --backend FLASHINFER --db h200.db
       dooly profile Qwen/Qwen3-8B --confirm-from 0.25.1
+      dooly profile Qwen/Qwen3-8B --execution-mode full_graph --step-layers 4 --step-layers 36
     """
     from dooly_backend.config import load_model, load_sweep
     from dooly_backend.database import Database
@@ -147,11 +165,21 @@ def profile(
                     confirm_from=source,
                     tolerance=tolerance / 100,
                 )
+            on_gpu = engine.environment.device_kind == "cuda"
+            fewest = engine.num_layers
+        steps = 0
+        if on_gpu if whole_steps is None else whole_steps:
+            from dooly_backend.profiling.stream_run import whole_steps as measure
+
+            options = _options(name, engine_settings)
+            steps = measure(options, Path(db), result.ids, fewest, step_layers)
         if as_json:
-            console.print_json(_summary(result, db))
+            console.print_json({**_summary(result, db), "whole_steps": steps})
         else:
             for line in _lines(result, db):
                 click.echo(line)
+            if steps:
+                click.echo(f"whole steps: {steps} in {db}; `dooly db info` shows what they cost")
 
 
 @click.command()

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
+from conftest import Profiled
 
-from dooly_backend.config import load_model
+from dooly_backend.config import RunOptions, load_model
 from dooly_backend.database import Database
 from dooly_backend.database.records import Configuration, KvCapacity
 from dooly_backend.engines.vllm import VllmEngine
 from dooly_backend.errors import InputError
 from dooly_backend.profiling.host import measure_host
 from dooly_backend.profiling.stream import (
-    STREAM_BATCHES,
     deepest,
     engine_bytes,
     measure_stream,
     mode_of,
     place_of,
 )
+from dooly_backend.profiling.stream_batches import STREAM_BATCHES
+from dooly_backend.profiling.stream_run import depths_of, whole_steps
 from dooly_backend.workload import Batch
 from integration.gpu.step_costs import Job, options_of, waves
 from integration.gpu.steps import BATCHES
@@ -47,11 +50,42 @@ def test_steps_in_a_row_are_measured_once(engine: VllmEngine, tmp_path: Path) ->
         assert step.median_us >= 0.9 * step.launch_median_us > 0
 
 
+def test_graphs_are_captured_with_experts_drawn_at_random(
+    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker's warm-up finds routers that are hooked; the class is as it was afterwards."""
+    import torch
+    from vllm.v1.worker.gpu_worker import Worker
+
+    from dooly_backend.engines.vllm_moe import graphs_routed
+
+    class Router:
+        def select_experts(self) -> tuple[torch.Tensor, torch.Tensor]:
+            return torch.ones(64, 2), torch.zeros(64, 2, dtype=torch.int32)
+
+    moe = torch.nn.Module()
+    moe.router = Router()  # type: ignore[assignment]
+    moe.moe_config = SimpleNamespace(  # type: ignore[assignment]
+        num_local_experts=8, experts_per_token=2, ep_rank=0
+    )
+    worker = SimpleNamespace(model_runner=SimpleNamespace(model=torch.nn.Sequential(moe)))
+
+    def warm_up(worker: SimpleNamespace) -> int:
+        _, ids = worker.model_runner.model[0].router.select_experts()
+        return len(ids.unique())
+
+    monkeypatch.setattr(Worker, "compile_or_warm_up_model", warm_up)
+    assert Worker.compile_or_warm_up_model(worker) == 1
+    with graphs_routed():
+        assert Worker.compile_or_warm_up_model(worker) == 8
+    assert Worker.compile_or_warm_up_model is warm_up
+
+
 def test_a_known_call_graph_is_left_alone(
-    engine: VllmEngine, profiled: object, tmp_path: Path
+    engine: VllmEngine, profiled: Profiled, tmp_path: Path
 ) -> None:
     path = tmp_path / "latency.db"
-    path.write_bytes(profiled.path.read_bytes())  # type: ignore[attr-defined]
+    path.write_bytes(profiled.path.read_bytes())
     with Database.open(path) as database:
         before = database.occurrences(1, 1)
         assert place_of(engine, database) == (1, 1)
@@ -130,3 +164,28 @@ def test_a_configuration_by_its_name() -> None:
     eager = options_of("smollm-135m:FLASH_ATTN:eager:fp8+kv-fp8")
     assert (eager.execution_mode, eager.compiled) == ("eager", False)
     assert (eager.quantization, eager.kv_cache_dtype) == ("fp8", "fp8")
+
+
+def test_the_depths_of_whole_steps(profiled: Profiled) -> None:
+    with Database.open(profiled.path, read_only=True) as database:
+        assert depths_of(database, (1, 1), 3, (7, 2, 7)) == [2, 7]
+        shallow, deep = depths_of(database, (1, 1), 3)
+        assert (shallow, deep) == (4, 30)
+        assert depths_of(database, (1, 1), 30) == [30]
+
+
+def test_profile_times_whole_steps_in_processes_of_their_own(
+    engine: VllmEngine, profiled: Profiled, options: RunOptions, tmp_path: Path
+) -> None:
+    """As `dooly profile --whole-steps --step-layers 2` does once the operations are timed."""
+    path = tmp_path / "latency.db"
+    path.write_bytes(profiled.path.read_bytes())
+    small = options.model_copy(update={"max_num_batched_tokens": 256, "max_num_seqs": 16})
+    count = whole_steps(small, path, (1, 1), 3, (2,))
+    with Database.open(path, read_only=True) as database:
+        found = database.stream_steps(1, 1)
+        assert count == len(found) >= 8
+        assert {step.num_layers for step in found} == {2}
+        assert [step.num_reqs for step in database.host_steps(1, 1)] == [1, 4, 16]
+        # On a CPU nothing runs beside the host: only that is told.
+        assert {cost.part for cost in database.stream_cost(1, 1)} >= {"launch", "schedule"}

@@ -13,8 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from dooly_backend.database import migrations, rows
-from dooly_backend.database.records import Configuration, Environment, RunConditions
+from dooly_backend.database.records import Configuration, Environment, PartCost, RunConditions
 
+_NOTHING = 1e-3
 _HASH_SHOWN = 12  # hex digits: enough to tell signatures apart, and to select one
 
 
@@ -90,6 +91,17 @@ class RunInfo:
 
 
 @dataclass(frozen=True)
+class StreamInfo:
+    """Whole steps of a configuration in an environment, and what was fitted to them."""
+
+    configuration_id: int
+    environment_id: int
+    steps: int  # measured, at all depths
+    depths: tuple[int, ...]  # layers
+    costs: tuple[PartCost, ...]
+
+
+@dataclass(frozen=True)
 class DatabaseInfo:
     """The contents of a latency database; rich prints it, `dataclasses.asdict` is its JSON."""
 
@@ -104,6 +116,7 @@ class DatabaseInfo:
     unstable: int  # measurements whose spread stayed too large
     skipped: tuple[SkippedInfo, ...]
     shared: tuple[SharedSignature, ...]
+    stream: tuple[StreamInfo, ...] = ()  # steps as the engine runs them by default
 
     def __rich__(self) -> RenderableType:
         return render(self)
@@ -126,6 +139,7 @@ def collect(connection: sqlite3.Connection, path: Path) -> DatabaseInfo:
         unstable=unstable,
         skipped=_skipped(connection),
         shared=_shared(connection),
+        stream=_stream(connection),
     )
 
 
@@ -223,6 +237,24 @@ def _shared(connection: sqlite3.Connection) -> tuple[SharedSignature, ...]:
     )
 
 
+def _stream(connection: sqlite3.Connection) -> tuple[StreamInfo, ...]:
+    costs: dict[tuple[int, int], list[PartCost]] = {}
+    for row in connection.execute("SELECT * FROM stream_cost ORDER BY mode, part"):
+        place = row["configuration_id"], row["environment_id"]
+        costs.setdefault(place, []).append(rows.part_cost_of(row))
+    found = connection.execute(
+        "SELECT configuration_id, environment_id, count(*) AS steps,"
+        " group_concat(DISTINCT num_layers) AS depths"
+        " FROM stream_step GROUP BY configuration_id, environment_id"
+    )
+    items = []
+    for row in found:
+        place = row["configuration_id"], row["environment_id"]
+        depths = sorted(map(int, row["depths"].split(",")))
+        items.append(StreamInfo(*place, row["steps"], tuple(depths), tuple(costs.get(place, ()))))
+    return tuple(items)
+
+
 def render(info: DatabaseInfo) -> RenderableType:
     """Tables for a terminal."""
     parts: list[RenderableType] = [
@@ -237,6 +269,8 @@ def render(info: DatabaseInfo) -> RenderableType:
     ]
     if info.runs:
         parts.append(_run_table(info))
+    if info.stream:
+        parts.append(_stream_table(info))
     if info.skipped:
         parts.append(_skipped_table(info))
     if info.shared:
@@ -347,6 +381,37 @@ def _signature_table(info: DatabaseInfo) -> Table:
     for item in info.signatures:
         table.add_row(item.granularity, item.kind, str(item.count))
     return table
+
+
+def _stream_table(info: DatabaseInfo) -> Table:
+    table = _table(
+        "\nSteps in a row, and what is fitted to them (microseconds; error: left out in turn)",
+        "configuration", "environment", "measured", "part", "takes", "error",
+    )  # fmt: skip
+    for item in info.stream:
+        depths = ", ".join(map(str, item.depths))
+        about = (str(item.configuration_id), str(item.environment_id))
+        measured = f"{item.steps} steps of {depths} layers"
+        for cost in item.costs or (None,):
+            fitted = ("", "not fitted", "")
+            if cost is not None:
+                error = f"{cost.mape:.1f} %, at most {cost.worst:.1f} %"
+                fitted = (f"{cost.mode} {cost.part}", formula(cost), error)
+            table.add_row(*about, measured, *map(Text, fitted))
+            about, measured = ("", ""), ""
+    return table
+
+
+def formula(cost: PartCost) -> str:
+    """``0.93 operations + 120 + 22.4 a layer``."""
+    terms = [
+        (cost.share, f"{cost.share:.3f} operations"),
+        (cost.step_us, f"{cost.step_us:.0f}"),
+        (cost.layer_us, f"{cost.layer_us:.1f} a layer"),
+        (cost.request_us, f"{cost.request_us:.2f} a request"),
+        (cost.token_us, f"{cost.token_us:.3f} a token"),
+    ]
+    return " + ".join(text for value, text in terms if value > _NOTHING) or "0"
 
 
 def _skipped_table(info: DatabaseInfo) -> Table:

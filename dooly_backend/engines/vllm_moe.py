@@ -48,6 +48,33 @@ def routed(modules: Mapping[str, Any], layers: Mapping[str, MoeLayer], how: Rout
             router.select_experts = original
 
 
+@contextmanager
+def graphs_routed() -> Iterator[None]:
+    """Engines started meanwhile capture their graphs with experts drawn at random.
+
+    What a graph replays was decided when it was captured: later hooks are too late
+    for it. All injected requests hold the same tokens, so that without this a batch
+    of decodes would wake the experts of one token. Captured after a warm-up of
+    the same size (`capture_model`), the ids are on the device by then.
+    """
+    from vllm.v1.worker.gpu_worker import Worker
+
+    original = Worker.compile_or_warm_up_model
+
+    def routed_first(worker: Any) -> Any:
+        modules = dict(worker.model_runner.model.named_modules())
+        for path, layer in moe_layers(modules).items():
+            router = modules[path].router
+            router.select_experts = _hook(router.select_experts, layer, "uniform")
+        return original(worker)
+
+    Worker.compile_or_warm_up_model = routed_first
+    try:
+        yield
+    finally:
+        Worker.compile_or_warm_up_model = original
+
+
 def _hook(original: Callable[..., Any], layer: MoeLayer, how: Routing) -> Callable[..., Any]:
     if isinstance(how, int) and not 1 <= how <= layer.experts:
         raise EngineError(f"{how} experts cannot fire where a rank has {layer.experts}")

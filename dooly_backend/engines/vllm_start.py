@@ -25,6 +25,7 @@ from dooly_backend.engines.vllm_boot import (
     showing_compiled_functions,
 )
 from dooly_backend.engines.vllm_configs import completed, register_config
+from dooly_backend.engines.vllm_moe import graphs_routed
 from dooly_backend.errors import DoolyError, EngineError
 
 #: Share of the device's memory that must be free: several engines may share a device.
@@ -80,6 +81,8 @@ def start(options: RunOptions) -> Started:
                 refuse_backend(options.backend)
                 register_config(options.model.hf_config)
                 arguments |= undo.enter_context(emulated(rank, stage, layers))
+                if options.compiled:
+                    undo.enter_context(graphs_routed())
                 config = EngineArgs(**arguments).create_engine_config()
                 core = EngineCore(config, Executor.get_class(config), log_stats=False)
         except DoolyError:

@@ -53,6 +53,7 @@ class ProfileResult:
     """What a profile run found and did."""
 
     model: str
+    ids: tuple[int, int]  # row ids of configuration and environment
     operations: int  # seen in the traced pass
     occurrences: int  # calls of one step of the full model that are measured
     signatures_known: int
@@ -155,6 +156,7 @@ def profile(
     reasons = {**limited, **{reason: tuple(keys) for reason, keys in done.reasons.items()}}
     return ProfileResult(
         model=engine.configuration.model,
+        ids=ids,
         operations=len(trace.operations),
         occurrences=sum(occurrence.count for occurrence in graph),
         signatures_known=len(known),

@@ -14,17 +14,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dooly_backend.database import Database
-from dooly_backend.database.records import Configuration, KvCapacity, StepMode, StreamStep
+from dooly_backend.database.records import (
+    Configuration,
+    KvCapacity,
+    StepMode,
+    StreamStep,
+)
 from dooly_backend.engines import Engine
 from dooly_backend.engines.kv_cache import GIB, kv_cache_bytes
 from dooly_backend.errors import EngineError, InputError
 from dooly_backend.profiling.device_lock import device_lock
 from dooly_backend.profiling.memory import is_out_of_memory
 from dooly_backend.profiling.progress import Progress, Silent
+from dooly_backend.profiling.stream_batches import STREAM_BATCHES
 from dooly_backend.profiling.timer import quiet_process
 from dooly_backend.simulation.execution import Execution, Mode
 from dooly_backend.simulation.records import Batches
-from dooly_backend.workload import Batch, Request
+from dooly_backend.workload import Batch
 
 REPEATS = 12
 SHALLOW = 4  # layers
@@ -35,49 +41,6 @@ _NAMES: dict[Mode, StepMode] = {
     Mode.PIECEWISE: "piecewise",
     Mode.FULL: "full",
 }
-
-
-def _uneven(*contexts: int) -> Batch:
-    return Batch(tuple(Request(1, context) for context in contexts))
-
-
-#: What the cost is fitted to. None of them is in `integration/gpu/steps.py`, which tells how well.
-STREAM_BATCHES: tuple[Batch, ...] = (
-    # One graph: decodes only.
-    Batch.decode(1, 400),
-    Batch.decode(2, 3000),
-    Batch.decode(8, 1000),
-    Batch.decode(12, 4000),
-    Batch.decode(24, 700),
-    Batch.decode(48, 1200),
-    Batch.decode(80, 300),
-    Batch.decode(112, 900),
-    Batch.decode(160, 500),
-    Batch.decode(224, 250),
-    _uneven(300, 900, 2500, 5000),
-    _uneven(*(100 + 260 * n for n in range(16))),
-    _uneven(*(64 + 7 * (n % 8) ** 3 for n in range(60))),
-    # Graphs in pieces: up to 512 tokens.
-    Batch.prefill(24),
-    Batch.prefill(96),
-    Batch.prefill(200),
-    Batch.prefill(320),
-    Batch.prefill(480),
-    Batch.prefill(100, count=3),
-    Batch.prefill(40) + Batch.decode(6, 2000),
-    Batch.prefill(150) + Batch.decode(20, 800),
-    Batch.prefill(300) + Batch.decode(60, 700),
-    # No graph.
-    Batch.prefill(700),
-    Batch.prefill(1500),
-    Batch.prefill(3000),
-    Batch.prefill(6000),
-    Batch.prefill(900, 3000),
-    Batch.prefill(400, count=5),
-    Batch.prefill(800) + Batch.decode(40, 1000),
-    Batch.prefill(1800) + Batch.decode(100, 500),
-    Batch.prefill(1200, count=2) + Batch.decode(12, 1500),
-)
 
 
 @dataclass
@@ -132,7 +95,8 @@ def measure_stream(
 def stream_step(engine: Engine, batch: Batch, repeats: int) -> StreamStep | str:
     """`repeats` steps of `batch` in a row, or why they cannot run."""
     try:
-        with device_lock(engine.device):
+        # Predictions suppose uniform routing; a graph has it from its capture.
+        with device_lock(engine.device), engine.routed("uniform"):
             steps = engine.pipelined_steps(batch, repeats)
     except EngineError as error:
         return str(error)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property
 from importlib import metadata
@@ -30,11 +30,14 @@ from dooly_backend.database import Database
 from dooly_backend.database.records import (
     Configuration,
     Environment,
+    HostStep,
     KvCapacity,
     KvGroup,
     Occurrence,
+    PartCost,
     Signature,
     StepCost,
+    StreamStep,
 )
 from dooly_backend.errors import InputError
 from dooly_backend.regression import container
@@ -45,6 +48,8 @@ from dooly_backend.regression.fitting import FittedSignature, fit_signatures
 from dooly_backend.regression.intervals import LEVEL
 from dooly_backend.regression.prediction import Prediction, SignaturePredictor
 from dooly_backend.regression.select import TELLING, is_called, select_all, tell_apart
+from dooly_backend.regression.step_operations import step_operations_us
+from dooly_backend.regression.stream_cost import fit_stream_cost
 from dooly_backend.workload import Batch
 
 __all__ = ["Bundle", "BundleConfiguration", "BundleError", "fit_bundle", "load_bundle"]
@@ -61,6 +66,8 @@ class BundleConfiguration:
 
     Collectives are operations of the graph like others. `kv_capacity` is what
     decides the full model's KV blocks; None where the database does not hold it.
+    `stream_cost` is what steps take beyond these predictions as the engine runs
+    them by default; empty where no such steps were measured.
     """
 
     configuration: Configuration
@@ -68,6 +75,7 @@ class BundleConfiguration:
     step_cost: StepCost | None
     fitted: Mapping[str, FittedSignature] = field(repr=False)
     kv_capacity: KvCapacity | None = None
+    stream_cost: tuple[PartCost, ...] = ()
 
     @cached_property
     def counts(self) -> Mapping[str, int]:
@@ -218,18 +226,32 @@ def fit_bundle(
     fitted = {s.hash: each for s, each in fit_signatures(measured, only).items()}
     stored = database.configurations()
     configurations = tuple(
-        BundleConfiguration(
-            stored[i],
-            graph,
-            database.step_cost(i, environment_id),
-            {o.signature.hash: fitted[o.signature.hash] for o in graph},
-            database.kv_capacity(i, environment_id),
+        _with_stream_cost(
+            BundleConfiguration(
+                stored[i],
+                graph,
+                database.step_cost(i, environment_id),
+                {o.signature.hash: fitted[o.signature.hash] for o in graph},
+                database.kv_capacity(i, environment_id),
+            ),
+            database.stream_steps(i, environment_id),
+            database.host_steps(i, environment_id),
         )
         for i, graph in graphs.items()
     )
     return Bundle(
         database.environments()[environment_id], fitted, configurations, _metadata(database, fitted)
     )
+
+
+def _with_stream_cost(
+    each: BundleConfiguration, steps: Sequence[StreamStep], hosts: Sequence[HostStep]
+) -> BundleConfiguration:
+    """With what steps in a row took beyond the operations as this bundle predicts them."""
+    if not steps:
+        return each
+    operations = step_operations_us(each.configuration, each.occurrences, each.predictors, steps)
+    return replace(each, stream_cost=fit_stream_cost(steps, operations, hosts))
 
 
 def _metadata(database: Database, fitted: Mapping[str, FittedSignature]) -> dict[str, Any]:
@@ -308,6 +330,7 @@ def _configuration(each: BundleConfiguration) -> dict[str, Any]:
         "occurrences": graph,
         "step_cost": asdict(each.step_cost) if each.step_cost is not None else None,
         "kv_capacity": asdict(each.kv_capacity) if each.kv_capacity is not None else None,
+        "stream_cost": [asdict(part) for part in each.stream_cost],
     }
 
 
@@ -353,6 +376,8 @@ def _stored(
         StepCost(**cost) if cost is not None else None,
         {o.signature.hash: signatures[o.signature.hash] for o in graph},
         _capacity(content["kv_capacity"]),
+        # Bundles of before there was one have none.
+        tuple(PartCost(**part) for part in content.get("stream_cost", ())),
     )
 
 

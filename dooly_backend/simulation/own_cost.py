@@ -7,14 +7,14 @@ while the device runs earlier ones: a step lasts as long as the slower of the tw
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from dooly_backend.database.records import StepCost
+from dooly_backend.database.records import PartCost, StepCost, StepMode
 from dooly_backend.simulation.execution import Mode
 from dooly_backend.simulation.records import Integers, Numbers
 
@@ -38,13 +38,20 @@ class OwnTimes:
 
     `serial_us` adds to the operations. `launch_us` is what the host needs to
     launch them: the device works meanwhile and cannot be done earlier. `host_us`
-    comes before the launch and `output_us` after the result (`StepTime`).
+    comes before the launch and `output_us` after the result (`StepTime`). The
+    device takes `share` of the operations (None: all) and `serial_us`.
     """
 
     serial_us: Numbers
     launch_us: Numbers
     host_us: Numbers
     output_us: Numbers
+    share: Numbers | None = None
+
+    def device_us(self, operations_us: Numbers) -> Numbers:
+        """What the device takes; `operations_us` are the operations of each step."""
+        us = operations_us if self.share is None else operations_us * self.share
+        return np.maximum(us + self.serial_us, 0.0)
 
 
 class OwnCost(Protocol):
@@ -105,10 +112,77 @@ class HostCost:
         )
 
 
-def own_cost(fitted: StepCost | None, layers: int) -> OwnCost:
-    """What a profile says: its fitted step cost, for a model of `layers` layers; else nothing."""
+@dataclass(frozen=True)
+class ModeCost:
+    """A step of one execution mode: the device takes ``share * operations + gap_us``.
+
+    The host needs `host` before its first kernel is out, and goes on launching for
+    `launch`.
+    """
+
+    share: float = 1.0
+    gap_us: float = 0.0
+    host: Affine = Affine()
+    launch: Affine = Affine()
+
+
+@dataclass(frozen=True)
+class StreamedCost:
+    """What steps in a row took, by execution mode, and the scheduler's part of any step."""
+
+    modes: Mapping[Mode, ModeCost]
+    schedule: Affine = Affine()
+    output: Affine = Affine()
+
+    def of(self, shapes: Shapes) -> OwnTimes:
+        share, gap = np.ones(len(shapes)), np.zeros(len(shapes))
+        host, launch = self.schedule.of(shapes), np.zeros(len(shapes))
+        for mode, cost in self.modes.items():
+            here = shapes.mode == mode
+            share, gap = np.where(here, cost.share, share), np.where(here, cost.gap_us, gap)
+            host = host + np.where(here, cost.host.of(shapes), 0.0)
+            launch = np.where(here, cost.launch.of(shapes), launch)
+        return OwnTimes(gap, launch, host, self.output.of(shapes), share)
+
+
+_MODES: dict[Mode, StepMode] = {Mode.EAGER: "eager", Mode.PIECEWISE: "piecewise", Mode.FULL: "full"}
+
+
+def own_cost(fitted: StepCost | None, layers: int, stream: Sequence[PartCost] = ()) -> OwnCost:
+    """What a profile says, for a model of `layers` layers.
+
+    What was fitted to steps in a row (`stream`), where the device bounded some of
+    them, else to steps that were waited for (`fitted`), else nothing.
+    """
+    if any(part.part == "device" for part in stream):
+        return _streamed(stream, layers)
     if fitted is None:
         return NoCost()
     return HostCost(
         serial=Affine(fitted.step_us + fitted.layer_us * layers, fitted.request_us),
+    )
+
+
+def _streamed(stream: Sequence[PartCost], layers: int) -> StreamedCost:
+    """Launching splits by what grows with the layers: a whole graph is out at once.
+
+    A mode in which the launch bounded every step has the other modes' mean share.
+    """
+    parts = {(part.mode, part.part): part for part in stream}
+    shares = [part.share for part in stream if part.part == "device"]
+    nothing = PartCost("any", "launch")
+    modes = {}
+    for mode, name in _MODES.items():
+        device = parts.get((name, "device"), PartCost("any", "device", float(np.mean(shares))))
+        launch = parts.get((name, "launch"), nothing)
+        by_layers = launch.layer_us * layers
+        before = Affine(launch.step_us, launch.request_us, launch.token_us)
+        if mode == Mode.FULL:
+            before, by_layers = replace(before, step_us=before.step_us + by_layers), 0.0
+        modes[mode] = ModeCost(device.share, device.step_us, before, Affine(by_layers))
+    schedule, output = (parts.get(("any", name), nothing) for name in ("schedule", "output"))
+    return StreamedCost(
+        modes,
+        Affine(schedule.step_us, schedule.request_us),
+        Affine(output.step_us, output.request_us),
     )

@@ -22,7 +22,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from dooly_backend.database.records import Configuration, Occurrence, StepCost
+from dooly_backend.database.records import Configuration, Occurrence, PartCost, StepCost
 from dooly_backend.regression.clock import ClockResponse
 from dooly_backend.regression.prediction import SignaturePredictor
 from dooly_backend.simulation.execution import Execution
@@ -54,6 +54,8 @@ class Fitted(Protocol):
     def occurrences(self) -> Sequence[Occurrence]: ...
     @property
     def step_cost(self) -> StepCost | None: ...
+    @property
+    def stream_cost(self) -> Sequence[PartCost]: ...
     @property
     def predictors(self) -> Mapping[str, SignaturePredictor]: ...
 
@@ -135,7 +137,8 @@ class StepModel:
     ) -> StepModel:
         """The steps of a configuration of a bundle; `cost` is by default what its profile says."""
         if cost is None:
-            cost = own_cost(fitted.step_cost, fitted.configuration.layers_run)
+            layers = fitted.configuration.layers_run
+            cost = own_cost(fitted.step_cost, layers, fitted.stream_cost)
         predictor = BundlePredictor(fitted.predictors)
         return cls(parts_of(fitted.occurrences), predictor, cost, execution)
 
@@ -168,7 +171,7 @@ class StepModel:
         shapes = self.shapes(batches)
         us, extrapolated = self._operations(batches, shapes)
         own = self.cost.of(shapes)
-        device = np.maximum(us.sum(axis=0) + own.serial_us, 0.0)
+        device = own.device_us(us.sum(axis=0))
         return StepTimes(
             device, own.host_us, own.output_us, extrapolated, own.launch_us, shapes.tokens
         )
@@ -178,6 +181,8 @@ class StepModel:
         shapes = self.shapes(batches)
         us, _ = self._operations(batches, shapes)
         own = self.cost.of(shapes)
+        if own.share is not None:
+            us = us * own.share
         waits = np.maximum(0.0, own.launch_us - us.sum(axis=0) - own.serial_us)
         host = own.serial_us + own.host_us + own.output_us + waits
         return {**dict(zip(self.groups, us, strict=True)), HOST: host}

@@ -17,7 +17,8 @@ import json
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,10 @@ def run_all(
     held_out: bool,
     clock: tuple[str, ...],
 ) -> None:
-    """Start the engines, wave after wave, and measure."""
+    """Start the engines, wave after wave, and measure; then fit."""
+    from dooly_backend.regression.select import UnmeasuredError
+    from dooly_backend.regression.store_cost import store_stream_cost
+
     end = time.monotonic() + budget
     out.mkdir(parents=True, exist_ok=True)
     with Database.open(db) as database:
@@ -102,6 +106,15 @@ def run_all(
             done = {"configuration": job.configuration, "layers": job.depth, "exit": code}
             click.echo(json.dumps(done))
             failed |= bool(code)
+    with Database.open(db) as database:
+        places = product(database.configurations(), database.environments())
+        for place in places:
+            try:
+                for cost in store_stream_cost(database, place):
+                    click.echo(json.dumps({"configuration": place[0], **asdict(cost)}))
+            except UnmeasuredError as error:
+                click.echo(f"not fitted: {error}", err=True)
+                failed = True
     sys.exit(int(failed))
 
 

@@ -1,0 +1,63 @@
+"""The sum of the operations of a measured step: of its layers, at its padding."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from dooly_backend.database.records import Configuration, Occurrence, StreamStep
+from dooly_backend.regression.prediction import SignaturePredictor
+from dooly_backend.workload import Batch, PointKind
+
+
+def step_operations_us(
+    configuration: Configuration,
+    occurrences: Iterable[Occurrence],
+    predictors: Mapping[str, SignaturePredictor],
+    steps: Sequence[StreamStep],
+) -> list[float]:
+    """Microseconds of each of `steps`. One rank alone does not communicate: no collectives.
+
+    What depends on tokens is predicted for the padded ones; attention, the LM
+    head and the sampler see the real requests.
+    """
+    occurrences = tuple(occurrences)
+    first, _ = configuration.facts.get("stage_layers", (0, configuration.num_layers))
+    by_depth: dict[int, list[int]] = defaultdict(list)
+    for index, step in enumerate(steps):
+        by_depth[step.num_layers].append(index)
+    totals = np.zeros(len(steps))
+    for depth, indices in by_depth.items():
+        shown: dict[PointKind, list[Batch]] = {}
+        for signature, count in counts_of(occurrences, first, depth).items():
+            predictor = predictors[signature]
+            if predictor.kind not in shown:
+                shown[predictor.kind] = [_shown(steps[i], predictor.kind) for i in indices]
+            totals[indices] += count * predictor.predict_batches(shown[predictor.kind]).us
+    return [float(us) for us in totals]
+
+
+def counts_of(occurrences: Iterable[Occurrence], first: int, depth: int) -> Counter[str]:
+    """How often a step of `depth` layers from layer `first` on runs each signature."""
+    counts: Counter[str] = Counter()
+    for occurrence in occurrences:
+        if '"collective":' in occurrence.signature.canonical:  # profiling/collectives.py
+            continue
+        inside = occurrence.count
+        if occurrence.layers:
+            each = occurrence.count // len(occurrence.layers)
+            inside = each * sum(first <= layer < first + depth for layer in occurrence.layers)
+        if inside:
+            counts[occurrence.signature.hash] += inside
+    return counts
+
+
+def _shown(step: StreamStep, kind: PointKind) -> Batch:
+    """The batch that an operation of this kind sees."""
+    if kind == "batch":
+        return step.batch
+    if kind == "requests":
+        return Batch.decode(step.batch.num_reqs, 1)
+    return Batch.prefill(step.padded_tokens)
