@@ -24,7 +24,7 @@ import pandas as pd
 from dooly_backend.config import load_model
 from dooly_backend.database import Database
 from dooly_backend.database.records import StreamStep
-from dooly_backend.regression.bundle import BundleConfiguration, fit_bundle
+from dooly_backend.regression.bundle import Bundle, BundleConfiguration, fit_bundle
 from dooly_backend.regression.step_operations import step_operations_us
 from dooly_backend.simulation.execution import OF_CONFIGURATION, Execution, Mode, capture_sizes
 from dooly_backend.simulation.own_cost import Shapes, own_cost
@@ -77,12 +77,13 @@ def main(
     tables = []
     with Database.open(db, read_only=True) as database:
         for served, measured in found.items():
-            fitted = _fitted(database, served, environment)
-            version = database.environments()[1].engine_version
-            sizes = capture_sizes(max_num_seqs, max_num_batched_tokens, version)
+            bundle = _fitted(database, served, environment)
+            sizes = capture_sizes(
+                max_num_seqs, max_num_batched_tokens, bundle.environment.engine_version
+            )
             graphs = OF_CONFIGURATION[served.mode]
             rule = Execution(graphs, sizes if graphs != "NONE" else (), max_num_seqs)
-            tables.append(compared(served, fitted, rule, measured))
+            tables.append(compared(served, bundle.configurations[0], rule, measured))
     steps = pd.concat(tables, ignore_index=True)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -91,7 +92,7 @@ def main(
         click.echo(summary(steps).round(1).to_string())
 
 
-def _fitted(database: Database, served: Served, environment: str | None) -> BundleConfiguration:
+def _fitted(database: Database, served: Served, environment: str | None) -> Bundle:
     chosen = [
         configuration.digest
         for configuration in database.configurations().values()
@@ -106,7 +107,7 @@ def _fitted(database: Database, served: Served, environment: str | None) -> Bund
     ]
     if len(chosen) != 1:
         raise click.ClickException(f"{database.path} has {len(chosen)} profiles of {served}")
-    return fit_bundle(database, chosen, environment).configurations[0]
+    return fit_bundle(database, chosen, environment)
 
 
 def compared(
