@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
+from click.testing import CliRunner
 from rich.console import Console
 
 from dooly_backend.database import Database, migrations
@@ -26,7 +29,9 @@ from dooly_backend.simulation.own_cost import HostCost, NoCost, Shapes, Streamed
 from dooly_backend.simulation.records import Batches
 from dooly_backend.simulation.step_time import StepModel
 from dooly_backend.workload import Batch
-from tests.sample_records import ATTENTION, LINEAR, ROPE, SAMPLER, at, store
+from integration.gpu import step_errors
+from integration.gpu.steps import BATCHES
+from tests.sample_records import ATTENTION, LINEAR, QWEN, ROPE, SAMPLER, at, store
 
 SIZES = capture_sizes(256, 8192, "0.25.1")
 RULE = Execution("FULL_AND_PIECEWISE", SIZES, 256)
@@ -172,7 +177,7 @@ HOSTS = [HostStep(n, (100.0 + 2 * n,), (40.0 + n,)) for n in (1, 16, 256)]
 
 def fill(database: Database) -> tuple[tuple[int, int], Bundle]:
     """Steps that follow TRUTH beyond what the bundle predicts; fitted and stored."""
-    ids = store(database, MEASURED)
+    ids = store(database, MEASURED, execution_mode="full_graph")
     each = fit_bundle(database).configurations[0]
     plain = [replace(step, interval_us=(1.0,)) for step in steps()]
     sums = step_operations_us(each.configuration, each.occurrences, each.predictors, plain)
@@ -247,6 +252,37 @@ def test_a_mode_whose_launch_bounded_every_step_has_the_others_share() -> None:
     assert (own.host_us[0], own.launch_us[0]) == (5.0, 20.0)
 
 
+def test_errors_on_batches_that_no_fit_has_seen(database: Database, tmp_path: Path) -> None:
+    """`integration.gpu.step_errors` on steps that follow the truth: it predicts them."""
+    _, bundle = fill(database)
+    each = bundle.configurations[0]
+    held_out = [shown(batch, layers, float) for layers in (4, 28) for batch in BATCHES]
+    sums = step_operations_us(each.configuration, each.occurrences, each.predictors, held_out)
+    about = {"model": QWEN.model, "backend": QWEN.backend, "mode": "full_graph"}
+    rows = []
+    for step, us in zip(held_out, sums, strict=True):
+        interval = max(time_us(TRUTH[step.mode, "device"], us), step.launch_median_us)
+        row = {"layers": step.num_layers, "batch": step.batch.key, "interval_us": interval}
+        rows.append(json.dumps({**about, **row, "launch_us": step.launch_median_us}))
+    (tmp_path / "steps.jsonl").write_text("\n".join(rows))
+    command = [
+        "--db",
+        str(database.path),
+        "-o",
+        str(tmp_path / "e.csv"),
+        str(tmp_path / "steps.jsonl"),
+    ]
+    result = CliRunner().invoke(step_errors.main, command, catch_exceptions=False)
+    assert "forward_only_mape" in result.output
+    found = pd.read_csv(tmp_path / "e.csv")
+    assert len(found) == len(held_out)
+    assert set(found["kind"]) == {"prefill", "decode", "mixed"}
+    assert found["error_percent"].abs().max() < 3
+    assert (
+        found["error_percent"].abs().mean() < 0.5 < found["forward_only_error_percent"].abs().mean()
+    )
+
+
 def test_info_shows_it(database: Database) -> None:
     ids, _ = fill(database)
     info = database.info()
@@ -265,7 +301,7 @@ def test_info_shows_it(database: Database) -> None:
 def test_files_with_it_are_united_and_checked(database: Database, tmp_path: Path) -> None:
     ids, _ = fill(database)
     with Database.open(tmp_path / "other.db", create=True) as other:
-        there = store(other, {LINEAR: [at("tokens=8", 1.0)]})
+        there = store(other, {LINEAR: [at("tokens=8", 1.0)]}, execution_mode="full_graph")
         other.record_stream_step(*there, steps()[0])
     into = tmp_path / "all.db"
     merge(into, [tmp_path / "other.db", database.path])

@@ -163,12 +163,12 @@ def options_of(configuration: str, **more: Any) -> RunOptions:
     """What ``MODEL:BACKEND[:MODE[:PRECISION]]`` means; the mode is full_graph by default."""
     model, backend, *rest = configuration.split(":")
     mode: Any = rest[0] if rest else "full_graph"
+    more |= precision_options(rest[1] if len(rest) > 1 else "")
     return RunOptions(
         model=load_model(model),
         backend=backend,
         execution_mode=mode,
         compiled=mode != "eager",
-        **precision_options(rest[1] if len(rest) > 1 else ""),
         **more,
     )
 
