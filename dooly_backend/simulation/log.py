@@ -15,6 +15,7 @@ import numpy as np
 from dooly_backend.regression.clock import ClockResponse
 from dooly_backend.simulation.columns import Steps
 from dooly_backend.simulation.device_clock import DeviceClock
+from dooly_backend.simulation.pipeline import LaterStages
 from dooly_backend.simulation.records import Batches, Integers, ManyStepTimer, Numbers, StepTimes
 
 LAUNCHES, TAKES = 1, 2  # what a turn of the engine's loop does to a step: both, one or none
@@ -31,6 +32,7 @@ class Log:
     def __init__(self, timer: ManyStepTimer, clock: ClockResponse | None = None) -> None:
         self._timer = timer
         self._clock = DeviceClock(clock) if clock else None
+        self._later = LaterStages(clock)
         self.now = 0.0
         self.turn_s = [0.0]  # the clock after so many turns
         self._device_free = 0.0
@@ -126,6 +128,7 @@ class Log:
         device = (times.device_us / 1e6).tolist()
         launch = (launches(times) / 1e6).tolist()
         tokens = _tokens(times).tolist()
+        later = None if times.later_us is None else (times.later_us / 1e6).tolist()
         # Of steps launched before, too: their results may be taken now.
         self._outputs += (times.output_us / 1e6).tolist()
         now, free = self.now, self._device_free
@@ -143,7 +146,10 @@ class Log:
                         took = self._clock.step(begin, took, tokens[launched])
                         self._took.append(took)
                     free = max(begin + took, now)
-                    self._due.append(free)
+                    done = free
+                    if later is not None:
+                        done = self._later.done_s(free, later[launched], tokens[launched])
+                    self._due.append(done)
                     launched += 1
                 if what & TAKES:
                     step = len(self._end)
@@ -219,12 +225,14 @@ def _first(times: StepTimes, count: int) -> StepTimes:
         times.extrapolated[:count],
         None if times.launch_us is None else times.launch_us[:count],
         None if times.tokens is None else times.tokens[:count],
+        None if times.later_us is None else times.later_us[:count],
     )
 
 
 def _joined(times: list[StepTimes]) -> StepTimes:
     if len(times) == 1:
         return times[0]
+    later = [t.later_us for t in times if t.later_us is not None]
     return StepTimes(
         np.concatenate([t.device_us for t in times]),
         np.concatenate([t.host_us for t in times]),
@@ -232,6 +240,7 @@ def _joined(times: list[StepTimes]) -> StepTimes:
         np.concatenate([t.extrapolated for t in times]),
         np.concatenate([launches(t) for t in times]),
         np.concatenate([_tokens(t) for t in times]),
+        None if not later else np.concatenate(later),
     )
 
 

@@ -35,6 +35,10 @@ class Scheduler:
         self._blocked = False  # the first waiting request needs more blocks than there are
         self._watermark = int(limits.watermark * limits.num_gpu_blocks)
         self._rules = Rules.of(limits.version)
+        # Calls of `schedule` from one decode of a request to the next (V2 runner, asynchronous).
+        self._stagger = limits.pipeline_parallel if limits.async_scheduling else 1
+        self._counts_in_flight = self.cache.has_windows or limits.pipeline_parallel > 1
+        self._calls = 0
 
     def add(self, task: Task) -> None:
         """Put a request that has come into the queue."""
@@ -52,6 +56,7 @@ class Scheduler:
 
     def schedule(self) -> Step:
         """Decide on a step and take its blocks. It may compute nothing."""
+        self._calls += 1
         step = Step()
         eligible = len(self.running) + len(self.waiting)
         threshold = self.limits.long_prefill_token_threshold
@@ -78,6 +83,9 @@ class Scheduler:
             computed, pending = task.computed, task.pending
             if pending and computed + 2 - pending >= task.total:
                 place += 1  # its last token is under way
+                continue
+            if self._calls < task.eligible:
+                place += 1
                 continue
             count = task.known + pending - computed
             if 0 < threshold < count:
@@ -128,9 +136,18 @@ class Scheduler:
         return victim, int(moved), freed
 
     def _schedule_waiting(self, step: Step, threshold: int, budget: int) -> None:
+        passed: list[Task] = []  # who was preempted waits for what is still under way
+        self._admit(step, threshold, budget, passed)
+        for task in reversed(passed):
+            self.waiting.put_back(task)
+
+    def _admit(self, step: Step, threshold: int, budget: int, passed: list[Task]) -> None:
         limits = self.limits
         while budget > 0 and self.waiting and len(self.running) < limits.max_num_seqs:
             task = self.waiting.first()
+            if task.stale:
+                passed.append(self.waiting.pop())
+                continue
             computed = self.cache.find(task)
             count = task.known - computed
             if 0 < threshold < count:
@@ -157,7 +174,7 @@ class Scheduler:
     def _launch(self, step: Step) -> None:
         """The step is under way: what it computes counts as computed from now on."""
         waits = self.limits.async_scheduling
-        number = self.steps
+        number, number_of_call = self.steps, self._calls
         samples = step.samples
         for task, count in zip(step.tasks, step.queries, strict=True):
             if task.first_step < 0:
@@ -174,14 +191,16 @@ class Scheduler:
                     stretches += (number, 1)
                 if waits:
                     task.pending += 1
+                    task.eligible = number_of_call + self._stagger
         self.steps += 1
 
     def update(self, step: Step) -> None:
         """Take the result of a step; requests that have all their tokens end."""
         waited, size = self.limits.async_scheduling, self.cache.hash_size
-        if self.cache.has_windows:
+        if self._counts_in_flight:
             for task, count in zip(step.tasks, step.queries, strict=True):
                 task.in_flight -= count
+                task.stale = max(task.stale - count, 0)
         for task in step.samples:
             task.known += 1
             if waited and task.running:
@@ -206,6 +225,8 @@ class Scheduler:
         self.cache.preempt(task)
         task.running = False
         task.computed = task.pending = 0
+        if self._counts_in_flight:
+            task.stale = task.in_flight
         task.preemptions += 1
         self.waiting.put_back(task)
 

@@ -73,6 +73,7 @@ class ServingLimits:
     scheduler_reserve_full_isl: bool = True  # admit only prompts that fit as a whole
     version: str = "0.32.0"
     kv_groups: tuple[KvCacheGroup, ...] = ()
+    pipeline_parallel: int = 1  # stages
 
     @property
     def groups(self) -> tuple[KvCacheGroup, ...]:
@@ -81,8 +82,11 @@ class ServingLimits:
 
     @property
     def max_concurrent_batches(self) -> int:
-        """Steps that may be under way at once."""
-        return 2 if self.async_scheduling else 1
+        """Steps that may be under way at once (`VllmConfig.max_concurrent_batches`).
+
+        Asynchronous scheduling of a pipeline is that of the V2 model runner.
+        """
+        return self.pipeline_parallel + self.async_scheduling
 
     def most_blocks(self, group: KvCacheGroup) -> int:
         """Blocks that a request holds of `group` at most (`max_admission_blocks_per_request`)."""
@@ -112,6 +116,9 @@ class StepTime:
     how long the host launches: the device works meanwhile, and is not done before.
     `tokens` are its new tokens, by which it warms a device whose clock may give way
     (0: it does not): then `device_us` is what it takes in a long stream of such steps.
+
+    Of a pipeline `device_us` is the first stage's, and `later_us` what each later
+    stage's device takes.
     """
 
     device_us: float
@@ -120,6 +127,7 @@ class StepTime:
     extrapolated: bool = False
     launch_us: float = 0.0
     tokens: int = 0
+    later_us: tuple[float, ...] = ()
 
 
 class StepTimer(Protocol):
@@ -186,6 +194,7 @@ class StepTimes:
     extrapolated: npt.NDArray[np.bool_]
     launch_us: Numbers | None = None  # None: nothing
     tokens: Integers | None = None  # None: nothing
+    later_us: Numbers | None = None  # by (step, later stage); None: there is none
 
 
 class ManyStepTimer(StepTimer, Protocol):

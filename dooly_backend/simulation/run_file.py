@@ -130,13 +130,16 @@ def _to_json(run: Run) -> dict[str, Any]:
             },
         },
     }
-    times = [step.time for step in run.steps]
-    if times and all(time is not None for time in times):
+    times = [step.time for step in run.steps if step.time is not None]
+    if times and len(times) == len(run.steps):
         values["steps"]["time"] = {
             **{name: [getattr(time, name) for time in times] for name in _TIME},
-            "extrapolated": [int(time.extrapolated) for time in times if time is not None],
-            "tokens": [time.tokens for time in times if time is not None],
+            "extrapolated": [int(time.extrapolated) for time in times],
+            "tokens": [time.tokens for time in times],
         }
+        later = [list(time.later_us) for time in times]
+        if any(later):
+            values["steps"]["time"]["later_us"] = later
     return values
 
 
@@ -194,7 +197,9 @@ def _limits(values: dict[str, Any]) -> ServingLimits:
 def _time(columns: dict[str, Any], index: int) -> StepTime:
     parts = {name: columns[name][index] for name in _TIME if name in columns}
     tokens = columns["tokens"][index] if "tokens" in columns else 0
-    return StepTime(**parts, extrapolated=bool(columns["extrapolated"][index]), tokens=tokens)
+    later = tuple(columns["later_us"][index]) if "later_us" in columns else ()
+    outside = bool(columns["extrapolated"][index])
+    return StepTime(**parts, extrapolated=outside, tokens=tokens, later_us=later)
 
 
 # -- schedules -----------------------------------------------------------------------------

@@ -73,4 +73,5 @@ class OneByOne:
             np.array([time.extrapolated for time in times], np.bool_),
             np.array([time.launch_us for time in times]),
             np.array([time.tokens for time in times], np.int64),
+            np.array([time.later_us for time in times]) if times[0].later_us else None,
         )

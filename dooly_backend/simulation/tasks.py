@@ -20,6 +20,7 @@ class Task:
         "blocks",
         "cached_tokens",
         "computed",
+        "eligible",
         "first_step",
         "hashed_end",
         "held",
@@ -36,6 +37,7 @@ class Task:
         "prompt",
         "running",
         "shared_blocks",
+        "stale",
         "stretches",
         "tables",
         "total",
@@ -60,11 +62,15 @@ class Task:
         self.hashed_end = 0
         self.blocks: list[Block] = []
         self.tracked = False
-        # Where there are several KV cache groups or windows, instead: a table per group, tokens
-        # under way, and blocks of its prompt up to which a group found more than it could take.
+        # Where there are several KV cache groups or windows, instead: a table per group, and
+        # blocks of its prompt up to which a group found more than it could take.
         self.tables: list[Table] = []
-        self.in_flight = 0
         self.junction = 0
+        # Tokens under way, those of them that are from before it was preempted (kept where
+        # they matter), and the call of the scheduler from which on it may decode again.
+        self.in_flight = 0
+        self.stale = 0
+        self.eligible = 0
         shared = 0 if request.prefix is None else min(request.prefix_tokens, request.prompt_tokens)
         self.shared_blocks = shared // block_size
         # Keys of equal blocks are equal, all others differ.

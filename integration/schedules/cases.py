@@ -32,7 +32,9 @@ class MadeUpTimer:
         output_us: float,
         launch_us: float = 0.0,
         clock: ClockResponse | None = None,
+        stages: int = 1,
     ) -> None:
+        self._stages = stages
         self.clock = clock
         self._host_us = host_us
         self._launch_us = launch_us
@@ -47,6 +49,7 @@ class MadeUpTimer:
             float(times.output_us[0]),
             launch_us=float(times.launch_us[0]),
             tokens=0 if times.tokens is None else int(times.tokens[0]),
+            later_us=() if times.later_us is None else tuple(times.later_us[0].tolist()),
         )
 
     def times(self, batches: Batches) -> StepTimes:
@@ -54,6 +57,8 @@ class MadeUpTimer:
         context = batches.total(batches.context)
         # Whole numbers in binary fractions: sums are exact, in whatever order they are formed.
         device = 500.0 + 8.0 * tokens + context / 64.0 + 2.0 * requests
+        # The last stage is the slowest, as the one with the logits often is.
+        later = [device / 2 + 128.0 * stage for stage in range(1, self._stages)]
         return StepTimes(
             device,
             self._host_us + 4.0 * requests,
@@ -61,6 +66,7 @@ class MadeUpTimer:
             np.zeros(len(batches), np.bool_),
             self._launch_us + 16.0 * requests,
             _TIMES_MORE * tokens,
+            np.stack(later, axis=1) if later else None,
         )
 
 
@@ -169,6 +175,22 @@ def grouped_case(seed: int, version: str = "0.32.0") -> Case:
     return replace(case, limits=replace(limits, num_gpu_blocks=blocks))
 
 
+def pipeline_case(seed: int, version: str = "0.32.0") -> Case:
+    """As `random_case` or `grouped_case`, served by a pipeline."""
+    rng = random.Random(-seed - 1000)
+    case = rng.choice([random_case, random_case, grouped_case])(seed, version)
+    stages = rng.choice([2, 2, 3, 4])
+    limits = replace(case.limits, pipeline_parallel=stages)
+    timer = MadeUpTimer(
+        rng.choice([0.0, 64.0]), rng.choice([0.0, 32.0]), clock=case.timer.clock, stages=stages
+    )
+    fits = 1 + sum(limits.most_blocks(group) for group in limits.groups)
+    blocks = limits.num_gpu_blocks
+    if limits.kv_groups:
+        blocks = max(blocks, fits)
+    return replace(case, limits=replace(limits, num_gpu_blocks=blocks), timer=timer)
+
+
 def scaled(case: Case) -> Case:
     """By the clock: arrivals in seconds, of which a decode step takes about one in 1024."""
     if case.feed:
@@ -210,6 +232,12 @@ def cases(count: int, seed: int = 0, version: str = "0.32.0") -> dict[str, Case]
     corners = {f"corner {i}": case for i, case in enumerate(corner_cases(version))}
     numbers = range(seed, seed + count)
     return corners | {f"case {n}": scaled(random_case(n, version)) for n in numbers}
+
+
+def pipeline_cases(count: int, seed: int = 0, version: str = "0.32.0") -> dict[str, Case]:
+    """`count` random cases with pipelines, by name."""
+    numbers = range(seed, seed + count)
+    return {f"pipeline {n}": scaled(pipeline_case(n, version)) for n in numbers}
 
 
 def grouped_cases(count: int, seed: int = 0, version: str = "0.32.0") -> dict[str, Case]:
