@@ -43,6 +43,12 @@ if TYPE_CHECKING:
     type=click.IntRange(min=1),
     help="Tensor-parallel size, where several are measured.",
 )
+@click.option(
+    "--pp",
+    "pipeline_parallel",
+    type=click.IntRange(min=1),
+    help="Pipeline stages, each profiled on its own (`dooly profile --pp N --rank R`).",
+)
 @console.precision_options
 @scheduler_options
 @click.option(
@@ -77,6 +83,7 @@ def simulate(
     environment: str | None,
     backend: str | None,
     tensor_parallel: int | None,
+    pipeline_parallel: int | None,
     kv_cache_dtype: str | None,
     quantization: str | None,
     serving: Mapping[str, Any],
@@ -98,6 +105,7 @@ def simulate(
       dooly simulate smollm-135m --workload fixed:requests=200,rate=1
       dooly simulate smollm-135m --bundle bundle.joblib --workload balanced -o results
       dooly simulate Llama-3.1-8B --db builtin:h200 --backend FLASH_ATTN --kv-cache-memory 100
+      dooly simulate Llama-3.1-70B --tp 4 --pp 2 --workload paper-large:rate=2
     """
     from dooly_backend.regression.select import profile_options
     from dooly_backend.simulation.metrics import Metrics
@@ -110,6 +118,7 @@ def simulate(
     filters = {
         "backend": backend,
         "tensor_parallel": tensor_parallel,
+        "pipeline_parallel": pipeline_parallel,
         "kv_cache_dtype": kv_cache_dtype,
         "quantization": quantization,
     }
@@ -119,16 +128,19 @@ def simulate(
         source = profiled(
             db, model_name(model), environment, filters, profile_options(filters), model
         )
+    for what in source.left_out:
+        click.echo(f"not measured, and in no step time: {what}", err=True)
     limits = source.limits(serving)
     timer = source.timer(limits, execution_mode)
     if live_runs:
         from dooly_backend.simulation.calibrate import calibrated
         from dooly_backend.simulation.run_file import load_run
+        from dooly_backend.simulation.step_time import StepModel
 
         known = [load_run(path) for path in live_runs]
         served = known[0].about
         cost = calibrated(known, source.timer_of(served, known[0].limits or limits))
-        if execution_mode is None:
+        if execution_mode is None or not isinstance(timer, StepModel):
             timer = source.timer_of(served, limits)
         timer = timer.with_cost(cost)
     began = time.perf_counter()
@@ -138,6 +150,11 @@ def simulate(
     seconds = time.perf_counter() - began
     metrics = Metrics(run)
     about = {**source.about(), "workload": workload_text, "seconds": round(seconds, 3)}
+    if source.later:
+        from dooly_backend.simulation.columns import Steps
+        from dooly_backend.simulation.stages import stage_utilisation
+
+        about["stage_utilisation"] = stage_utilisation(Steps.of(run.steps), metrics.duration_s)
     if out is not None:
         from dooly_backend.simulation.results import parts_of_steps, write_results
 

@@ -127,6 +127,16 @@ class Configuration:
         return _compressed_format(self.hf_config) or self.dtype
 
     @property
+    def stage(self) -> int:
+        """Index of the pipeline stage whose rank it is."""
+        return int(self.hf_config.get("dooly_rank", {}).get("stage", 0))
+
+    @property
+    def expert_parallel(self) -> int:
+        """Ranks that the experts are divided among."""
+        return int(self.hf_config.get("dooly_rank", {}).get("expert_parallel", 1))
+
+    @property
     def layers_run(self) -> int:
         """Layers of one step: all of the model's, or those of the rank's pipeline stage."""
         first, stop = self.facts.get("stage_layers", (0, self.num_layers))

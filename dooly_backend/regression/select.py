@@ -17,6 +17,8 @@ _DIGEST_SHORTEST = 6  # hex digits that select by digest
 TELLING = (
     *(f.name for f in fields(Configuration) if f.name not in ("model", "hf_config", "facts")),
     "quantization",
+    "expert_parallel",
+    "stage",
 )
 
 

@@ -15,6 +15,7 @@ from dooly_backend.simulation.metrics import Metrics
 from dooly_backend.simulation.plots import run_page
 from dooly_backend.simulation.records import Run
 from dooly_backend.simulation.replay import batches
+from dooly_backend.simulation.stages import StageTimer
 from dooly_backend.simulation.step_time import StepModel
 from dooly_backend.simulation.timeline import trace_events
 
@@ -49,7 +50,7 @@ def write_results(
     return [folder / name for name in (REQUESTS, STEPS, SUMMARY, TRACE, PAGE)]
 
 
-def parts_of_steps(run: Run, timer: StepModel) -> pd.DataFrame:
+def parts_of_steps(run: Run, timer: StepModel | StageTimer) -> pd.DataFrame:
     """Where every step's time goes, by group of operations: microseconds."""
     return pd.DataFrame(timer.parts_us(batches(run)))
 
