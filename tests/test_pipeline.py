@@ -96,10 +96,10 @@ def test_more_stages_make_one_request_no_faster_and_many_quicker() -> None:
     one = many[:1]
     limits = replace(LIMITS, max_num_batched_tokens=64)
     alone = replace(limits, pipeline_parallel=1)
-    for requests, faster in ((one, 1.0), (many, 1.9)):
+    for requests, least, most in ((one, 0.99, 1.01), (many, 1.5, 2.0)):
         whole = simulate(requests, alone, Stages(4.0, by_token=True)).steps[-1].end_s
         halves = simulate(requests, limits, Stages(2.0, 2.0, by_token=True)).steps[-1].end_s
-        assert whole / halves == pytest.approx(faster, rel=0.06)
+        assert least < whole / halves <= most
 
 
 # -- stages of a profile ------------------------------------------------------------------
