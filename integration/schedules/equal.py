@@ -2,6 +2,7 @@
 
 python -m integration.schedules.equal --cases 3000 --seed 1
 python -m integration.schedules.equal --cases 1000 --groups
+python -m integration.schedules.equal --cases 1000 --pipelines
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import click
 
-from integration.schedules.cases import Case, differences, grouped_cases
+from integration.schedules.cases import Case, differences, grouped_cases, pipeline_cases
 from integration.schedules.cases import cases as make_cases
 
 NAMES = (
@@ -32,16 +33,19 @@ NAMES = (
 @click.option("--cases", default=1000, show_default=True)
 @click.option("--seed", default=0, show_default=True, help="Of the first case.")
 @click.option("--groups", is_flag=True, help="Cases with several KV cache groups and windows.")
+@click.option("--pipelines", is_flag=True, help="Cases with pipelines of two to four stages.")
 @click.option("--keep-going", is_flag=True, help="Do not stop at the first difference.")
 @click.option("-o", "--out", type=click.Path(path_type=Path), help="A JSON file.")
-def main(cases: int, seed: int, groups: bool, keep_going: bool, out: Path | None) -> None:
+def main(
+    cases: int, seed: int, groups: bool, pipelines: bool, keep_going: bool, out: Path | None
+) -> None:
     """Compare CASES random cases; exit code 1 where one differs."""
     from dooly_backend.engines.vllm_boot import import_vllm
 
     import_vllm(None)
     counts: Counter[str] = Counter()
     seconds: Counter[str] = Counter()
-    make = grouped_cases if groups else make_cases
+    make = grouped_cases if groups else pipeline_cases if pipelines else make_cases
     for name, case in make(cases, seed, vllm_version()).items():
         problems = compare(case, counts, seconds)
         counts["cases"] += 1
