@@ -18,6 +18,7 @@ from dooly_backend.engines.vllm_boot import BODIES, sample_by_module
 from dooly_backend.engines.vllm_capacity import kv_capacity
 from dooly_backend.engines.vllm_configs import completed
 from dooly_backend.engines.vllm_moe import moe_layers, routed
+from dooly_backend.engines.vllm_quantization import unowned_modules
 from dooly_backend.engines.vllm_start import Started, graphs_of
 from dooly_backend.engines.vllm_steps import StepBuilder
 from dooly_backend.workload import Batch, Request
@@ -57,7 +58,7 @@ class VllmInstance(Engine):
         modules = dict(self._runner.model.named_modules())
         if self._runner.sampler is not None:  # None where another pipeline stage samples
             modules["sampler"] = self._runner.sampler
-        return modules
+        return modules | unowned_modules(modules)
 
     def module(self, path: str) -> Any:
         return self.modules.get(path) or self._runner.model.get_submodule(path)

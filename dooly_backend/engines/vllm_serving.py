@@ -34,6 +34,7 @@ from dooly_backend.engines.vllm_boot import (
 )
 from dooly_backend.engines.vllm_configs import completed, register_config
 from dooly_backend.engines.vllm_drive import Journal, WallClock, drive, vllm_request
+from dooly_backend.engines.vllm_quantization import neutral_scales
 from dooly_backend.engines.vllm_start import graphs_of
 from dooly_backend.errors import DoolyError, EngineError
 from dooly_backend.simulation.records import KvCacheGroup, Run, ServingLimits
@@ -80,6 +81,8 @@ class VllmServer(Server):
             # vLLM raises whatever its layers raise; the whole chain stays in __cause__.
             folder.cleanup()
             raise EngineError(f"vLLM refuses {options.model.name}: {one_line(error)}") from error
+        if options.kv_cache_dtype not in (None, "auto") and options.tensor_parallel == 1:
+            neutral_scales(core.model_executor.driver_worker.worker.model_runner.model)
         return cls(core, options, folder)
 
     def serve(self, arrivals: Arrivals) -> Run:

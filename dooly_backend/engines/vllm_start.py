@@ -26,6 +26,7 @@ from dooly_backend.engines.vllm_boot import (
 )
 from dooly_backend.engines.vllm_configs import completed, register_config
 from dooly_backend.engines.vllm_moe import graphs_routed
+from dooly_backend.engines.vllm_quantization import neutral_scales
 from dooly_backend.errors import DoolyError, EngineError
 
 #: Share of the device's memory that must be free: several engines may share a device.
@@ -92,6 +93,7 @@ def start(options: RunOptions) -> Started:
             # is the message. The whole chain stays in __cause__.
             raise EngineError(f"vLLM refuses {options.model.name}: {one_line(error)}") from error
         undo.callback(core.shutdown)
+        neutral_scales(core.model_executor.driver_worker.worker.model_runner.model)
         if options.execution_mode != "eager" and not options.compiled:
             never_replay(core.model_executor.driver_worker.worker.model_runner)
         return Started(core, stage, layers, undo.pop_all())
