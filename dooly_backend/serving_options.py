@@ -1,12 +1,15 @@
-"""The scheduler flags of vLLM, as `dooly simulate` and `dooly validate` take them."""
+"""Options that `dooly simulate` and `dooly validate` share: what is served, and how."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import click
+
+from dooly_backend import console
 
 _POSITIVE = click.IntRange(min=1)
 
@@ -60,15 +63,64 @@ _FLAGS = {
 }
 
 
+#: Options that tell which of a model's configurations is meant; all are None where not given.
+_FILTERS = ("backend", "tensor_parallel", "kv_cache_dtype", "quantization")
+_SOURCE = (
+    click.option(
+        "--bundle",
+        metavar="FILE",
+        type=click.Path(path_type=Path),
+        help="Step times from this bundle (`dooly fit`) instead of --db.",
+    ),
+    console.database_option,
+    console.environment_option,
+    click.option(
+        "--backend",
+        metavar="NAME",
+        help="The attention backend. [default: the one that was measured, or the engine's]",
+    ),
+    click.option(
+        "--tp",
+        "tensor_parallel",
+        type=_POSITIVE,
+        help="Tensor-parallel size. [default: the one that was measured, or 1]",
+    ),
+    console.precision_options,
+)
+
+scheduler_option = click.option(
+    "--scheduler",
+    type=click.Choice(["dooly", "engine"]),
+    default="dooly",
+    show_default=True,
+    help="Whose scheduler decides the simulated batches; the engine's own needs it installed.",
+)
+
+
+def source_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Where step times come from, and of which configuration: passed on as one dict `filters`."""
+    return _with_options(function, _SOURCE, "filters", _FILTERS)
+
+
 def scheduler_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """VLLM's scheduler flags, passed on as one dict `serving`; None is vLLM's default."""
+    return _with_options(function, tuple(_FLAGS.values()), "serving", tuple(_FLAGS))
+
+
+def _with_options(
+    function: Callable[..., Any],
+    options: Sequence[Callable[..., Any]],
+    name: str,
+    fields: Sequence[str],
+) -> Callable[..., Any]:
+    """`function` with `options`; values of `fields` are passed on as one dict, `name`."""
 
     @functools.wraps(function)
     def command(**values: Any) -> Any:
-        serving = {field: values.pop(field) for field in _FLAGS}
-        return function(serving=serving, **values)
+        together = {field: values.pop(field) for field in fields}
+        return function(**{name: together}, **values)
 
     decorated: Callable[..., Any] = command
-    for option in reversed(_FLAGS.values()):
+    for option in reversed(options):
         decorated = option(decorated)
     return decorated

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dooly_backend import console
-from dooly_backend.serving_options import scheduler_options
+from dooly_backend.serving_options import scheduler_option, scheduler_options, source_options
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -28,28 +28,13 @@ if TYPE_CHECKING:
     show_default=True,
     help="NAME[:SETTING=VALUE,...]: a name in configs/workloads, a YAML file, or a trace.",
 )
-@click.option(
-    "--bundle",
-    metavar="FILE",
-    type=click.Path(path_type=Path),
-    help="Step times from this bundle (`dooly fit`) instead of --db.",
-)
-@console.database_option
-@console.environment_option
-@click.option("--backend", metavar="NAME", help="The attention backend, where there are several.")
-@click.option(
-    "--tp",
-    "tensor_parallel",
-    type=click.IntRange(min=1),
-    help="Tensor-parallel size, where several are measured.",
-)
+@source_options
 @click.option(
     "--pp",
     "pipeline_parallel",
     type=click.IntRange(min=1),
     help="Pipeline stages, each profiled on its own (`dooly profile --pp N --rank R`).",
 )
-@console.precision_options
 @scheduler_options
 @click.option(
     "--execution-mode",
@@ -66,13 +51,7 @@ if TYPE_CHECKING:
     help="A live run of this configuration, as `dooly validate -o` writes them: what the host "
     "adds to a step is fitted to it. May be repeated.",
 )
-@click.option(
-    "--scheduler",
-    type=click.Choice(["dooly", "engine"]),
-    default="dooly",
-    show_default=True,
-    help="Whose scheduler decides the batches; the engine's own needs it installed.",
-)
+@scheduler_option
 @console.output_option("Write tables, summary, trace and plots into this folder.")
 @console.json_option
 def simulate(
@@ -81,11 +60,8 @@ def simulate(
     bundle: Path | None,
     db: str,
     environment: str | None,
-    backend: str | None,
-    tensor_parallel: int | None,
+    filters: Mapping[str, Any],
     pipeline_parallel: int | None,
-    kv_cache_dtype: str | None,
-    quantization: str | None,
     serving: Mapping[str, Any],
     execution_mode: str | None,
     live_runs: tuple[Path, ...],
@@ -115,13 +91,7 @@ def simulate(
 
     workload = load_workload(workload_text)
     requests = workload.build()
-    filters = {
-        "backend": backend,
-        "tensor_parallel": tensor_parallel,
-        "pipeline_parallel": pipeline_parallel,
-        "kv_cache_dtype": kv_cache_dtype,
-        "quantization": quantization,
-    }
+    filters = {**filters, "pipeline_parallel": pipeline_parallel}
     if bundle is not None:
         source = from_bundle(bundle, model_name(model), filters)
     else:

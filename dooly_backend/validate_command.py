@@ -10,7 +10,7 @@ import click
 
 from dooly_backend import console
 from dooly_backend.errors import InputError
-from dooly_backend.serving_options import scheduler_options
+from dooly_backend.serving_options import scheduler_option, scheduler_options, source_options
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -50,20 +50,7 @@ _SETTINGS = ("rate", "concurrency", "arrivals")  # of a workload, that leave no 
     show_default=True,
     help="Live runs of each workload; two or more show the noise floor.",
 )
-@click.option(
-    "--bundle",
-    metavar="FILE",
-    type=click.Path(path_type=Path),
-    help="Step times from this bundle (`dooly fit`) instead of --db.",
-)
-@console.database_option
-@console.environment_option
-@click.option("--backend", metavar="NAME", help="The attention backend. [default: the engine's]")
-@click.option(
-    "--tp", "tensor_parallel", type=click.IntRange(min=1), default=1, show_default=True,
-    help="Tensor-parallel size.",
-)  # fmt: skip
-@console.precision_options
+@source_options
 @click.option(
     "--execution-mode",
     type=click.Choice(["eager", "full_graph"]),
@@ -86,13 +73,7 @@ _SETTINGS = ("rate", "concurrency", "arrivals")  # of a workload, that leave no 
     "the profile's.",
 )
 @scheduler_options
-@click.option(
-    "--scheduler",
-    type=click.Choice(["dooly", "engine"]),
-    default="dooly",
-    show_default=True,
-    help="Whose scheduler the simulation runs.",
-)
+@scheduler_option
 @console.output_option("Write tables, runs and plots into this folder.")
 @console.json_option
 def validate(
@@ -103,10 +84,7 @@ def validate(
     bundle: Path | None,
     db: str,
     environment: str | None,
-    backend: str | None,
-    tensor_parallel: int,
-    kv_cache_dtype: str | None,
-    quantization: str | None,
+    filters: Mapping[str, Any],
     execution_mode: str,
     threads: int | None,
     sweep_name: str,
@@ -138,14 +116,8 @@ def validate(
 
     workloads = [load_workload(text) for text in workload_texts]
     described = load_model(model)
-    filters = {
-        "backend": backend,
-        "tensor_parallel": tensor_parallel,
-        "kv_cache_dtype": kv_cache_dtype,
-        "quantization": quantization,
-    }
     if bundle is not None:
-        source = from_bundle(bundle, described.name, {**filters, "tensor_parallel": None})
+        source = from_bundle(bundle, described.name, filters)
     else:
         source = profiled(
             db,
@@ -159,7 +131,7 @@ def validate(
         model=described,
         engine=source.configuration.engine,
         backend=source.configuration.backend,
-        tensor_parallel=tensor_parallel,
+        tensor_parallel=source.configuration.tensor_parallel,
         dtype=source.configuration.dtype,
         kv_cache_dtype=source.configuration.kv_cache_dtype,
         quantization=source.configuration.hf_config.get(ENGINE_QUANTIZATION),
