@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from dooly_backend.database import Database
@@ -57,6 +59,14 @@ def at(key: str, *samples_us: float, unstable: bool = False) -> Measurement:
     return Measurement(WorkloadPoint.parse(key), samples_us, unstable)
 
 
+ALL_MEASURED = {
+    ROPE: [at("constant", 1.0)],
+    LINEAR: [at("tokens=16", 10.0), at("tokens=32", 18.0)],
+    ATTENTION: [at("batch=1x16+0", 5.0), at("batch=4x1+64", 7.0)],
+    SAMPLER: [at("requests=1", 3.0, 4.0, 9.0, unstable=True)],
+}
+
+
 def store(
     database: Database,
     measurements: dict[Signature, Sequence[Measurement]],
@@ -74,3 +84,19 @@ def store(
         for measurement in measured:
             database.record(of, environment_id, measurement, configuration_id)
     return configuration_id, environment_id
+
+
+def query(path: Path, statement: str) -> list[tuple]:
+    """All rows of it, past Dooly's own code."""
+    connection = sqlite3.connect(path)
+    try:
+        return connection.execute(statement).fetchall()
+    finally:
+        connection.close()
+
+
+def filled(path: Path, points: int = 500) -> Path:
+    """A database with so many points of LINEAR."""
+    with Database.open(path, create=True) as database:
+        store(database, {LINEAR: [at(f"tokens={n}", *[n / 3] * 20) for n in range(1, points + 1)]})
+    return path

@@ -25,6 +25,7 @@ import pandas as pd
 
 from dooly_backend.config import load_model
 from dooly_backend.engines.serving import ServingOptions, boot_server
+from dooly_backend.profiling.watch import CpuWatch
 from dooly_backend.simulation.records import Run, ServingLimits
 from dooly_backend.simulation.run_file import load_run, save_run
 from dooly_backend.simulation.source import Source, from_database, profiled
@@ -92,8 +93,9 @@ def main(
         with closing(sqlite3.connect(db)) as connection:
             connection.execute("VACUUM INTO ?", (str(measured),))
     source = from_database(str(measured), described.name, None, {})
-    names = (*CALIBRATIONS, *(workload.name for workload in WORKLOADS))
-    files = [(name, out / f"{name}-live-{n}.json.xz") for n in range(runs) for name in names]
+    named = [workload.name for workload in WORKLOADS]
+    turns = [(*CALIBRATIONS, *named), *[(*named, *CALIBRATIONS)] * (runs - 1)]
+    files = [(x, out / f"{x}-live-{n}.json.xz") for n, names in enumerate(turns) for x in names]
     pending = [(name, file) for name, file in files if not file.exists()]
     if pending and not compare_only:
         options = ServingOptions(
@@ -115,6 +117,7 @@ def main(
                 if time.monotonic() - began + 1.3 * seconds > 60 * minutes:
                     break
                 name, file = pending[0]
+                wait_for_calm(others)
                 if name in CALIBRATIONS:
                     run = serve(server, calibrating[CALIBRATIONS.index(name)])
                 else:
@@ -132,6 +135,17 @@ def main(
         report(out, source, [(name, load_run(file)) for name, file in files if file.exists()])
     else:
         print("not all runs are there yet: call again")
+
+
+def wait_for_calm(others: float, patience_s: float = 30.0) -> None:
+    """Until others have kept no more processors busy for three seconds, if they ever do."""
+    until = time.monotonic() + patience_s
+    watch = CpuWatch(threads=1)
+    busy = None
+    while time.monotonic() < until and (busy is None or busy > others):
+        watch.begin()
+        time.sleep(3.0)
+        busy = watch.end().others or 0.0
 
 
 def planned(
