@@ -214,9 +214,10 @@ def calibration_workloads(
 ) -> tuple[Workload, Workload]:
     """Requests of many lengths, other than any that a user names, for about so many seconds.
 
-    Half of them come as at `load`, the others all at once: their prompts fill the
-    steps, and then as many decode as the engine takes, fewer and fewer. A cost
-    that is fitted to both has seen batches of every size.
+    Half of them come as at `load`, one by one: single prompts beside decodes. The
+    others come all at once: their prompts fill the steps, and then as many decode
+    as the engine takes, fewer and fewer. A cost that is fitted to both has seen
+    batches of every size.
     """
     longest = min(limits.max_model_len, 1024)
     mixed = Workload(
@@ -227,8 +228,6 @@ def calibration_workloads(
         output=48,
         output_median=32,
         longest=longest,
-        arrivals="bursty",
-        burst=3,
         rate=1.0,
         seed=104729,
     )

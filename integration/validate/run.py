@@ -204,9 +204,23 @@ def report(out: Path, source: Source, runs: list[tuple[str, Run]]) -> None:
             "{step_requests_mape} (noise {step_tokens_noise}, {step_requests_noise}). Single steps "
             "{step_time_mape}, all together {step_time_bias}.".format(**figures),
             "",
+            "Outside 5% (throughput 1%) and twice the noise: "
+            f"{', '.join(missed(table)) or 'none'}.",
+            "",
         ]
     (out / "README.md").write_text("\n".join(lines))
     print("\n".join(lines))
+
+
+def missed(table: pd.DataFrame) -> list[str]:
+    """Of TTFT, TPOT and throughput what is off by more than is allowed."""
+    rows = table.set_index("")
+    names = [name for name in rows.index if name.startswith(("TTFT", "TPOT", "output"))]
+    allowed = [1.0 if name.startswith("output") else 5.0 for name in names]
+    rows = rows.loc[names].assign(allowed=allowed)
+    rows["allowed"] = rows["allowed"].clip(lower=2 * rows["noise, %"].fillna(0.0))
+    outside = rows[rows["error, %"].abs() > rows["allowed"]]
+    return [f"{name} ({row['error, %']:+.1f}%)" for name, row in outside.iterrows()]
 
 
 def _markdown(table: pd.DataFrame) -> str:
