@@ -53,7 +53,7 @@ def root(tmp_path: Path) -> Path:
         "exact": False,
         "inside": {"count": 10, "us": 100.0},
         "once": {"count": 9, "us": 99.0},
-        "gaps": {"count": 1, "us": 1.0},
+        "gap_names": [{"where": "sampler", "name": "kernel", "count": 1, "us": 1.0}],
         "doubles": {"count": 0, "us": 0.0},
         "outside": {"before the model": {"count": 4, "us": 8.0}},
         "ranges_change": {"kernel": -1},
@@ -61,6 +61,7 @@ def root(tmp_path: Path) -> Path:
     about = {"model": "a/Some-8B", "backend": "FLASH_ATTN", "mode": "eager"}
     row = {**about, "device": "NVIDIA H200", "unit": "kernels", "batches": [batch]}
     (results / "coverage.json").write_text(json.dumps([row]))
+    (results / "coverage.cause.md").write_text("A kernel of its own.\n")
     pd.DataFrame(
         {
             "model": "a/Some-8B",
@@ -95,8 +96,11 @@ def test_coverage_says_what_lies_under_no_entry(root: Path) -> None:
     ((name, _, phase, once, gaps, doubles, outside, mark, change),) = rows(gpu.coverage(root))
     assert (name, phase) == ("Some-8B, FLASH_ATTN, eager", "decode")
     assert once == "9 of 10 kernels, 99.00 % of the time"
-    assert (gaps, doubles, outside) == ("1", "0", "4, 8 us")
+    assert (gaps, doubles, outside) == ("1 in sampler (1 us)", "0", "4, 8 us")
     assert (mark, change) == (MISSES, "1 differ")
+    about = "integration/gpu/results/h200/coverage.json"
+    assert gpu.coverage(root)[-1] == f"`{about}`: A kernel of its own."
+    assert gpu.whole_steps(root)[-1].startswith("|")  # it says nothing about the other file
 
 
 def test_whole_steps_by_mode_have_their_own_target(root: Path) -> None:

@@ -67,7 +67,7 @@ def additivity(root: Path) -> list[str]:
         ),
         "",
         *table([*heads, "step: mean / worst", "target (mean)", ""], rows),
-        *causes(root, (path.parent for path in files)),
+        *causes(root, files),
     ]
 
 
@@ -107,7 +107,7 @@ def granularity(root: Path) -> list[str]:
         ),
         "",
         *table([*heads, "jitter: median / worst", "target (all)", ""], rows),
-        *causes(root, (path.parent for path in files)),
+        *causes(root, files),
     ]
 
 
@@ -140,7 +140,7 @@ def sweeps(root: Path) -> list[str]:
         ),
         "",
         *table([*heads, "held-out places", ""], rows),
-        *causes(root, (path.parent for path in files)),
+        *causes(root, files),
     ]
 
 
@@ -175,5 +175,5 @@ def intervals(root: Path) -> list[str]:
         ),
         "",
         *table(heads, rows),
-        *causes(root, (path.parent for path in files)),
+        *causes(root, files),
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def coverage(root: Path) -> list[str]:
         ),
         "",
         *table([*heads, "outside", "", "with ranges"], rows),
-        *causes(root, (path.parent for path in files)),
+        *causes(root, files),
     ]
 
 
@@ -59,12 +60,22 @@ def _counts(batches: list[dict[str, Any]], unit: str) -> list[str]:
     changes = sum(abs(n) for batch in batches for n in batch["ranges_change"].values())
     return [
         f"{once[0]} of {inside[0]} {unit}, {share(once[1], inside[1])} of the time",
-        str(total("gaps")[0]),
+        _gaps(batches),
         str(total("doubles")[0]),
         f"{sum(of['count'] for of in outside)}, {sum(of['us'] for of in outside):.0f} us",
         "" if all(batch["exact"] for batch in batches) else MISSES,
         f"{changes} differ" if changes else "the same",
     ]
+
+
+def _gaps(batches: list[dict[str, Any]]) -> str:
+    """How much lies under no entry, and where."""
+    places: Counter[str] = Counter()
+    times: Counter[str] = Counter()
+    for gap in (gap for batch in batches for gap in batch["gap_names"]):
+        places[gap["where"]] += gap["count"]
+        times[gap["where"]] += gap["us"]
+    return ", ".join(f"{n} in {w} ({times[w]:.0f} us)" for w, n in places.items()) or "0"
 
 
 def whole_steps(root: Path) -> list[str]:
@@ -104,7 +115,7 @@ def whole_steps(root: Path) -> list[str]:
         ),
         "",
         *table([*heads, "operations alone", "target (mean)", ""], rows),
-        *causes(root, (path.parent for path in files)),
+        *causes(root, files),
     ]
 
 

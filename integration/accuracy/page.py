@@ -4,8 +4,8 @@
     python -m integration.accuracy.page --check    # exit code 1 where it is not as written
 
 Every figure is read from a file of results; what misses its target is marked.
-Where a folder of results has a cause.md, its text stands under the table: the
-cause of a miss, as far as it was found. Needs neither engine nor torch.
+Where a folder of results has a cause.md, or a file a NAME.cause.md, its text
+stands under the table: the cause of a miss, as far as it was found. Needs neither engine nor torch.
 """
 
 from __future__ import annotations

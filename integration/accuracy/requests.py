@@ -47,7 +47,7 @@ def served(root: Path) -> list[str]:
         ),
         "",
         *table([*heads, "steps equal", ""], rows),
-        *causes(root, (path.parent for path in files)),
+        *causes(root, files),
     ]
 
 
@@ -118,4 +118,4 @@ def wrong_reuse(root: Path) -> list[str]:
     if forward:
         heads = ["what", "batch", "live forward pass", "error: own attention", "the other's"]
         lines += ["", "Against live forward passes of four layers:", "", *table(heads, forward)]
-    return lines + causes(root, (path.parent for path in files))
+    return lines + causes(root, files)

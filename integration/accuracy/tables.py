@@ -52,13 +52,21 @@ def paragraph(*pieces: str) -> str:
     return lines.replace(_JOINED, " ")
 
 
-def causes(root: Path, folders: Iterable[Path]) -> list[str]:
-    """What is written next to results about them, by folder, in their order."""
+def causes(root: Path, files: Iterable[Path]) -> list[str]:
+    """What is written next to results about them, in their order.
+
+    That is cause.md of a folder, and NAME.cause.md beside a file.
+    """
     lines: list[str] = []
-    for folder in dict.fromkeys(folders):
-        if (folder / CAUSE).is_file():
-            text = (folder / CAUSE).read_text().strip()
-            lines += ["", paragraph(f"`{folder.relative_to(root).as_posix()}`:", text)]
+    places = [
+        place
+        for file in files
+        for place in ((file.parent, file.parent / CAUSE), (file, file.with_suffix(f".{CAUSE}")))
+    ]
+    for about, text in dict.fromkeys(places):
+        if text.is_file():
+            name = f"`{about.relative_to(root).as_posix()}`:"
+            lines += ["", paragraph(name, text.read_text().strip())]
     return lines
 
 

@@ -212,7 +212,7 @@ def merge(path: Path, configuration: dict[str, Any]) -> None:
     rows = [row for row in rows if identity(row) != identity(configuration)]
     rows.append(configuration)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(rows, indent=1) + "\n")
+    path.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
 
 
 if __name__ == "__main__":
