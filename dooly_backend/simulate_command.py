@@ -98,8 +98,6 @@ def simulate(
         source = profiled(
             db, model_name(model), environment, filters, profile_options(filters), model
         )
-    for what in source.left_out:
-        click.echo(f"not measured, and in no step time: {what}", err=True)
     limits = source.limits(serving)
     timer = source.timer(limits, execution_mode)
     if live_runs:

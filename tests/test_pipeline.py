@@ -206,7 +206,9 @@ def test_missing_stages_are_named(tmp_path: Path) -> None:
     assert chosen_stages([0, 3], 4) == [0, None, None, 3]
 
 
-def test_communication_that_was_not_measured_is_told(tmp_path: Path) -> None:
+def test_communication_that_was_not_measured_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "two.db"
     with Database.open(path, create=True) as database:
         for tensor in (1, 2):
@@ -222,7 +224,9 @@ def test_communication_that_was_not_measured_is_told(tmp_path: Path) -> None:
         return from_database(str(path), "Qwen3-0.6B", None, filters).left_out
 
     assert left_out(tensor_parallel=1) == []
+    assert not caplog.records
     assert left_out(tensor_parallel=2, execution_mode="eager") == ["the collectives of 2 ranks"]
+    assert caplog.messages == ["not measured, and in no step time: the collectives of 2 ranks"]
     assert left_out(tensor_parallel=2, execution_mode="full_graph") == []
 
 

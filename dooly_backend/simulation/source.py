@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,8 @@ from dooly_backend.simulation.limits import serving_limits
 from dooly_backend.simulation.records import ServingLimits
 from dooly_backend.simulation.stages import StageTimer, chosen_stages, left_out, refuse_gaps
 from dooly_backend.simulation.step_time import StepModel
+
+log = logging.getLogger(__name__)
 
 
 class ProfileFailed(DoolyError):
@@ -187,7 +190,10 @@ def _source(bundle: Bundle, stages: Sequence[BundleConfiguration]) -> Source:
             f"simulate the whole pipeline with --pp {count}"
         )
     refuse_gaps([stage.configuration for stage in stages])
-    return Source(bundle.environment, first, tuple(later))
+    source = Source(bundle.environment, first, tuple(later))
+    for what in source.left_out:
+        log.warning("not measured, and in no step time: %s", what)
+    return source
 
 
 def profiled(

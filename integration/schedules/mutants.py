@@ -21,7 +21,7 @@ import click
 from dooly_backend.simulation import blocks, fast, kv_cache, kv_groups, own_scheduler, tasks
 from dooly_backend.simulation.scheduler import simulate
 from integration.schedules.cases import cases as make_cases
-from integration.schedules.cases import differences, grouped_cases
+from integration.schedules.cases import differences, grouped_cases, pipeline_cases
 from integration.schedules.equal import vllm_version
 
 BLOCKS, TASKS, CACHE, GROUPS, SCHEDULER = (
@@ -195,6 +195,18 @@ MUTANTS = (
         "sorted(events)",
         "sorted(events, key=lambda event: event[2] < len(self._groups))",
     ),
+    (
+        "pipelines: a request decodes in the next step again",
+        SCHEDULER,
+        "if self._calls < task.eligible:",
+        "if False:",
+    ),
+    (
+        "pipelines: who was preempted does not wait for what is under way",
+        SCHEDULER,
+        "if task.stale:",
+        "if False:",
+    ),
 )
 
 
@@ -203,12 +215,13 @@ MUTANTS = (
 @click.option("--seed", default=0, show_default=True, help="Of the first case.")
 @click.option("-o", "--out", type=click.Path(path_type=Path), help="A Markdown table.")
 def main(cases: int, seed: int, out: Path | None) -> None:
-    """Run CASES random cases of either kind through every mutant."""
+    """Run CASES random cases of each kind through every mutant."""
     from dooly_backend.engines.vllm_boot import import_vllm
 
     import_vllm(None)
     version = vllm_version()
-    made = list((make_cases(cases, seed, version) | grouped_cases(cases, seed, version)).values())
+    kinds = (make_cases, grouped_cases, pipeline_cases)
+    made = [case for make in kinds for case in make(cases, seed, version).values()]
     expected = [simulate(c.requests, c.limits, c.timer, "engine", **c.feed) for c in made]
     lines = [
         f"Cases of {len(made)} (vLLM {version}) that notice a changed rule:",
