@@ -125,8 +125,7 @@ def kv_group(kind: str, block_size: int, window: int | None, caches: bool) -> Kv
         return KvCacheGroup(block_size)
     if kind in _WINDOW and window is not None:
         return KvCacheGroup(block_size, window)
-    suffix = " and prefix caching" if kind == "MambaSpec" else ""
-    return KvCacheGroup(block_size, window, unmodelled=kind + suffix)
+    return KvCacheGroup(block_size, window, unmodelled=kind)
 
 
 def refuse_limits(limits: ServingLimits) -> None:
@@ -163,7 +162,11 @@ def refuse_limits(limits: ServingLimits) -> None:
 def _refuse_groups(limits: ServingLimits) -> None:
     for group in limits.kv_groups:
         if group.unmodelled:
-            raise InputError(f"the schedule of a KV cache with {group.unmodelled} is not modelled")
+            without = " with prefix caching: give --no-enable-prefix-caching"
+            raise InputError(
+                f"the schedule of a KV cache with {group.unmodelled} is not modelled"
+                + without * (group.unmodelled == "MambaSpec")
+            )
         if group.block_size < 1 or (group.window is not None and group.window < 2):
             raise InputError(f"a KV cache group of {group}: blocks hold 1 token, windows 2 or more")
     sizes = {group.block_size for group in limits.kv_groups}
