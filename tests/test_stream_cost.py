@@ -23,7 +23,7 @@ from dooly_backend.profiling.stream_batches import STREAM_BATCHES
 from dooly_backend.regression.bundle import Bundle, fit_bundle, load_bundle
 from dooly_backend.regression.step_operations import step_operations_us
 from dooly_backend.regression.store_cost import store_stream_cost
-from dooly_backend.regression.stream_cost import fit_stream_cost, is_device_bound, time_us
+from dooly_backend.regression.stream_cost import bound_by_device, fit_stream_cost, time_us
 from dooly_backend.simulation.execution import Execution, Mode, capture_sizes
 from dooly_backend.simulation.own_cost import HostCost, NoCost, Shapes, StreamedCost, own_cost
 from dooly_backend.simulation.records import Batches
@@ -117,13 +117,34 @@ def test_noise_and_outliers_move_it_little() -> None:
 
 
 def test_only_what_the_device_bounded_tells_of_it() -> None:
-    """Four layers of a decode are launched more slowly than they run."""
-    measured = [step for step in steps() if step.num_layers == 4 and step.mode == "full"]
-    assert not any(map(is_device_bound, measured[:3]))
-    bound = [step for step in measured if is_device_bound(step)]
-    assert {c.part for c in fit_stream_cost(measured[:3], operations(measured[:3]))} == {"launch"}
-    found = by_part(fit_stream_cost(measured, operations(measured)))
-    assert found["full", "device"].steps == len(bound)
+    """Few layers of a decode are launched more slowly than they run."""
+    measured = [step for step in steps() if step.mode == "full"]
+    bound, waits = bound_by_device(measured, operations(measured))
+    assert bound.tolist() == [s.median_us > 1.1 * s.launch_median_us for s in measured]
+    assert 4 <= bound.sum() < len(measured)
+    assert not waits.any()
+    few = [step for step in measured if step.num_layers == 4][:3]
+    assert {cost.part for cost in fit_stream_cost(few, operations(few))} == {"launch"}
+
+
+def test_launches_that_wait_for_the_device() -> None:
+    """FlashInfer plans with the numbers of the step before: no launch is done early."""
+    waiting = []
+    for step in steps():
+        if step.mode == "full":
+            interval = max(1.06 * by_hand_us(step.batch, step.num_layers), step.launch_median_us)
+            times = (interval,) * 3
+            waiting.append(replace(step, interval_us=times, launch_us=times, device_us=times))
+    bound, waits = bound_by_device(waiting, operations(waiting))
+    assert bound.tolist() == waits.tolist()
+    assert all(yes for yes, step in zip(waits, waiting, strict=True) if step.num_layers == 32)
+    found = by_part(fit_stream_cost(waiting, operations(waiting)))
+    assert found["full", "device"].share == pytest.approx(1.06, abs=0.01)
+    # What the others tell of launching stays: it is not as long as the step.
+    assert found["full", "launch"].step_us == pytest.approx(1380.0, rel=0.1)
+    # On a CPU launching is computing, and no step is the device's.
+    on_cpu = [replace(step, device_us=()) for step in waiting]
+    assert not bound_by_device(on_cpu, operations(on_cpu))[0].any()
 
 
 def test_few_steps_give_a_share_alone() -> None:

@@ -4,34 +4,42 @@ Fitted to steps in a row (`profiling/stream.py`), by execution mode:
 
 - the device takes ``share * operations + step``: compiled code fuses some
   operations, and kernels of a graph follow each other more closely than they do
-  where they are timed. Only steps that the device bounded tell;
+  where they are timed. Only steps that the device bounded tell (`bound_by_device`);
 - the host launches for ``step + layer * layers + request * requests + token *
   tokens``: without a graph every kernel is a launch of its own;
 - the scheduler takes ``step + request * requests`` before a step and after it,
   whatever its mode.
 
 A step of a long stream lasts as long as the slower of device and host. Errors
-are relative and outliers damped. Each part says how far off it is on batches
-that it was not fitted to, by leaving each of its batches out in turn.
+are relative and outliers damped. The deepest engine, which is the whole model or
+nearest to it, decides; shallow ones tell what of a launch grows with the layers.
+Each part says how far off it is on batches that it was not fitted to, by leaving
+each of its batches out in turn; of several sets of terms the shorter one is kept
+unless a longer one is better at that.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 from scipy.optimize import least_squares
 
 from dooly_backend.database.records import HostStep, PartCost, StepMode, StreamStep
 from dooly_backend.regression.batches import Floats
 
+Flags = npt.NDArray[np.bool_]
 MODES: tuple[StepMode, ...] = ("eager", "piecewise", "full")
 _DAMPED = 0.05  # relative errors above which a step counts for less
-_BOUND = 1.1  # a step so much longer than its launch is the device's
-_FEWEST = 4  # steps from which a share and what comes once a step can be told apart
+_EARLY = 1.1  # a step so much longer than its launch was launched early
+_ABOUT = 0.9  # of a step: what the device needs at least, where launching waited for it
+_SHORTEST = 0.2  # quantile
+_ROUNDS = 4
+_BETTER = 0.9
+_FEWEST = 4  # steps that tell something together
 
 
 def fit_stream_cost(
@@ -47,11 +55,17 @@ def fit_stream_cost(
         chosen = [
             (step, us) for step, us in zip(steps, operations_us, strict=True) if step.mode == mode
         ]
-        device = [(step, us) for step, us in chosen if is_device_bound(step)]
-        if device:
+        if not chosen:
+            continue
+        of_mode, sums = zip(*chosen, strict=True)
+        bound, waits = bound_by_device(of_mode, sums)
+        if bound.any():
+            device = [pair for pair, yes in zip(chosen, bound, strict=True) if yes]
             costs.append(_device(mode, *zip(*device, strict=True)))
-        if chosen:
-            costs.append(_launch(mode, [step for step, _ in chosen]))
+        # A launch that waited for the device says nothing of launching.
+        launched = [step for step, waited in zip(of_mode, waits, strict=True) if not waited]
+        if launched:
+            costs.append(_launch(mode, launched))
     measured = sorted(hosts, key=lambda host: host.num_reqs)
     if measured:
         counts = [host.num_reqs for host in measured]
@@ -62,9 +76,37 @@ def fit_stream_cost(
     return tuple(costs)
 
 
-def is_device_bound(step: StreamStep) -> bool:
-    """Whether the device, and not the host that launches, decided how long the step took."""
-    return step.median_us > _BOUND * step.launch_median_us
+def bound_by_device(
+    steps: Sequence[StreamStep], operations_us: Sequence[float]
+) -> tuple[Flags, Flags]:
+    """Which steps of one mode the device decided, and in which of these launching waited for it.
+
+    The host that is done early shows it, where several are. But some launches wait
+    for the step before: FlashInfer plans with its numbers, and a queue of kernels may
+    be full. Where a launch is as long as its step, the step is the device's if that
+    needs about as long, as far as the other steps tell. Where none is launched early
+    on a GPU, the steps that are shortest beside their operations tell.
+    """
+    times = np.array([step.median_us for step in steps])
+    operations = np.array(operations_us)
+    early = times > _EARLY * np.array([step.launch_median_us for step in steps])
+    ratios = times / operations
+    waits = np.zeros(len(steps), bool)
+    on_gpu = any(step.device_us for step in steps)
+    if early.sum() >= _FEWEST:
+        return early, waits
+    if early.any():
+        share = float(np.median(ratios[early]))
+    elif on_gpu:
+        share = float(np.quantile(ratios, _SHORTEST))
+    else:
+        return early, waits
+    for _ in range(_ROUNDS):
+        waits = ~early & (share * operations > _ABOUT * times)
+        if not (early | waits).any():
+            break
+        share = float(np.median(ratios[early | waits]))
+    return early | waits, waits
 
 
 def time_us(
@@ -85,46 +127,69 @@ def time_us(
 
 
 def _device(mode: StepMode, steps: Sequence[StreamStep], operations: Sequence[float]) -> PartCost:
-    names = ("share", "step_us") if len(steps) >= _FEWEST else ("share",)
-    factors = np.array([(us, 1.0)[: len(names)] for us in operations])
+    deepest = max(step.num_layers for step in steps)
+    deep = [pair for pair in zip(steps, operations, strict=True) if pair[0].num_layers == deepest]
+    if len(deep) >= _FEWEST:
+        steps, operations = zip(*deep, strict=True)
+    columns = {"share": list(operations), "step_us": [1.0] * len(steps)}
     times = np.array([step.median_us for step in steps])
-    return _fitted(mode, "device", names, factors, times, [step.batch for step in steps])
+    sets = [("share",), ("share", "step_us")] if len(steps) >= _FEWEST else [("share",)]
+    return _fitted(mode, "device", columns, sets, times, [step.batch for step in steps])
 
 
 def _launch(mode: StepMode, steps: Sequence[StreamStep]) -> PartCost:
-    names = ("step_us", "layer_us", "request_us", "token_us")
-    factors = np.array(
-        [(1.0, step.num_layers, step.batch.num_reqs, step.batch.num_tokens) for step in steps]
-    )
+    columns = {
+        "step_us": [1.0] * len(steps),
+        "layer_us": [float(step.num_layers) for step in steps],
+        "request_us": [float(step.batch.num_reqs) for step in steps],
+        "token_us": [float(step.batch.num_tokens) for step in steps],
+    }
+    base = ("step_us", "layer_us")
+    sets = [base, (*base, "request_us"), (*base, "token_us"), (*base, "request_us", "token_us")]
     times = np.array([step.launch_median_us for step in steps])
-    return _fitted(mode, "launch", names, factors, times, [step.batch for step in steps])
+    weights = np.array(columns["layer_us"]) / max(columns["layer_us"])
+    return _fitted(mode, "launch", columns, sets, times, [step.batch for step in steps], weights)
 
 
 def _by_requests(
     part: Literal["schedule", "output"], counts: Sequence[int], times: Sequence[float]
 ) -> PartCost:
-    factors = np.array([(1.0, count) for count in counts])
-    names = ("step_us", "request_us")
-    return _fitted("any", part, names, factors, np.array(times), counts)
+    columns = {"step_us": [1.0] * len(counts), "request_us": [float(count) for count in counts]}
+    return _fitted("any", part, columns, [("step_us", "request_us")], np.array(times), counts)
 
 
 def _fitted(
     mode: StepMode | Literal["any"],
     part: Literal["device", "launch", "schedule", "output"],
-    names: Sequence[str],
-    factors: Floats,
+    columns: Mapping[str, Sequence[float]],
+    sets: Sequence[tuple[str, ...]],
     times: Floats,
     groups: Sequence[Any],
+    weights: Floats | None = None,
 ) -> PartCost:
-    found: dict[str, Any] = dict(zip(names, map(float, _robust(factors, times)), strict=True))
-    cost = PartCost(mode, part, steps=len(times), **found)
-    errors = _left_out(factors, times, groups)
-    if len(errors):
-        cost = replace(cost, mape=float(errors.mean()), worst=float(errors.max()))
-    return cost
+    """The first of `sets` of columns, or a later one that errs less by a tenth.
+
+    Errors are those of the heaviest.
+    """
+    best: PartCost | None = None
+    if weights is None:
+        weights = np.ones(len(times))
+    for names in sets:
+        factors = np.column_stack([columns[name] for name in names])
+        found: dict[str, Any] = dict(
+            zip(names, map(float, _robust(factors, times, weights)), strict=True)
+        )
+        errors = _left_out(factors, times, groups, weights)
+        if len(errors):
+            found |= {"mape": float(errors.mean()), "worst": float(errors.max())}
+        cost = PartCost(mode, part, steps=len(times), **found)
+        if best is None or cost.mape < _BETTER * best.mape:
+            best = cost
+    assert best is not None
+    return best
 
 
-def _robust(factors: Floats, times: Floats) -> Floats:
+def _robust(factors: Floats, times: Floats, weights: Floats) -> Floats:
     """Coefficients, none negative, of the least damped relative errors.
 
     A factor that does not vary beside the constant one is left at 0.
@@ -134,13 +199,12 @@ def _robust(factors: Floats, times: Floats) -> Floats:
     size = 1 / np.maximum(relative.max(axis=0), np.finfo(float).tiny)  # all factors alike
 
     def residuals(scaled: Floats) -> Floats:
-        return (relative * size) @ scaled - 1
+        return weights * ((relative * size) @ scaled - 1)
 
-    start = np.clip(
-        np.linalg.lstsq(relative * size, np.ones(len(times)), rcond=None)[0], 1e-9, None
+    start, *_ = np.linalg.lstsq(weights[:, None] * relative * size, weights, rcond=None)
+    found = least_squares(
+        residuals, np.maximum(start, 1e-9), bounds=(0.0, np.inf), loss="soft_l1", f_scale=_DAMPED
     )
-    bounds = (0.0, np.inf)
-    found = least_squares(residuals, start, bounds=bounds, loss="soft_l1", f_scale=_DAMPED)
     coefficients = np.zeros(factors.shape[1])
     coefficients[told] = found.x * size
     return coefficients
@@ -159,14 +223,14 @@ def _told(factors: Floats) -> list[int]:
     return chosen
 
 
-def _left_out(factors: Floats, times: Floats, groups: Sequence[Any]) -> Floats:
-    """Percent: each batch, at all its depths, predicted by a fit to the others."""
+def _left_out(factors: Floats, times: Floats, groups: Sequence[Any], weights: Floats) -> Floats:
+    """Percent: each batch predicted by a fit to the others, where it weighs most."""
     errors = []
     for group in dict.fromkeys(groups):
         inside = np.array([other == group for other in groups])
         if inside.all():
             continue
-        coefficients = _robust(factors[~inside], times[~inside])
-        predicted = factors[inside] @ coefficients
-        errors += list(np.abs(predicted / times[inside] - 1) * 100)
+        coefficients = _robust(factors[~inside], times[~inside], weights[~inside])
+        shown = inside & (weights == weights.max())
+        errors += list(np.abs(factors[shown] @ coefficients / times[shown] - 1) * 100)
     return np.array(errors)
