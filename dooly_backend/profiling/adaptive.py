@@ -27,7 +27,14 @@ from dooly_backend.config import AdaptiveSweep
 from dooly_backend.database.records import Measurement, Signature
 from dooly_backend.engines import Engine
 from dooly_backend.errors import InputError
-from dooly_backend.profiling.families import Family, Place, Plane, Scatter, families
+from dooly_backend.profiling.families import (
+    Family,
+    Place,
+    Plane,
+    Scatter,
+    all_planes,
+    families,
+)
 from dooly_backend.profiling.ranges import Range
 from dooly_backend.profiling.sweep import batch_of, fits
 from dooly_backend.regression.baseline import (
@@ -79,6 +86,20 @@ class Evidence:
             return None
         beyond = max(0.0, abs(predicted - measured.median_us) - _noise_us(measured))
         return beyond / max(measured.median_us, SHORTEST_US)
+
+    def from_the_others(self, index: int) -> float | None:
+        """The time that all others predict for the measurement at `index`, microseconds.
+
+        None for a point at the edge of what is measured, which they do not enclose.
+        """
+        point = self.measurements[index].point
+        others = [m.point for m in self.measurements if m.point != point]
+        for plane in all_planes(self.signature, self.engine.max_request_len):
+            if plane.owns(point) and not _inside(
+                plane, point, [p for p in others if plane.owns(p)]
+            ):
+                return None
+        return self._predicted(self.measurements, point, frozenset([point.key]))
 
     def now(self, point: WorkloadPoint) -> float | None:
         """The time that is predicted at `point`, microseconds; None where nothing allows it."""

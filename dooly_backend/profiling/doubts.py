@@ -1,10 +1,10 @@
-"""Measurements that others contradict: less work that took longer.
+"""Measurements that others contradict: less work that took longer, or as much of it.
 
 A slow phase of the host that lasts as long as a point's samples shows in none
-of their spreads. It shows beside a larger point that took less time; a kernel
-that is really slower for an odd size looks the same, so such points are
-measured once more, later, and the quicker of the two measurements is kept:
-disturbances only add time.
+of their spreads. It shows beside a larger point that took less time, and in what
+the points around it predict; a kernel that is really slower for an odd size looks
+the same, so such points are measured once more, later, and the quicker of the two
+measurements is kept: disturbances only add time.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from dooly_backend.database.records import Measurement, Signature
+from dooly_backend.profiling.adaptive import Evidence
 from dooly_backend.profiling.families import all_planes
 from dooly_backend.workload import WorkloadPoint
 
@@ -19,6 +20,8 @@ from dooly_backend.workload import WorkloadPoint
 SHARE = 0.9
 #: Shorter calls are not doubted: their differences are the timer's. Microseconds.
 SHORTEST_US = 5.0
+#: A point surprises where it took longer than predicted by more than this share.
+SURPRISE = 0.15
 
 
 def doubtful(
@@ -45,4 +48,16 @@ def doubtful(
             limit = SHARE * measurement.median_us
             if measurement.median_us > SHORTEST_US and min(larger, default=limit) < limit:
                 found.append(measurement.point)
+    return found
+
+
+def surprising(evidence: Evidence, fresh: Collection[WorkloadPoint]) -> list[WorkloadPoint]:
+    """Those of `fresh` that took longer than all other points predict."""
+    found = []
+    for index, measurement in enumerate(evidence.measurements):
+        if measurement.point not in fresh or measurement.median_us <= SHORTEST_US:
+            continue
+        predicted = evidence.from_the_others(index)
+        if predicted is not None and measurement.median_us > (1 + SURPRISE) * predicted:
+            found.append(measurement.point)
     return found

@@ -232,7 +232,7 @@ def run_sweep(run: Run, sweep: Grid | AdaptiveSweep, done: Done) -> None:
     while work.points:
         fresh = {key for keys in work.by_batch.values() for key in keys}
         measure_work(run, work, done)
-        measure_doubted(run, fresh)
+        measure_doubted(run, fresh, sweep, done)
         work = round_of_work()
     done.conditions = run.watched.conditions() if run.watched.seen else None
 
@@ -257,10 +257,12 @@ def measure_work(run: Run, work: Work, done: Done) -> None:
             run.database.record_run(configuration_id, environment_id, run.watched.conditions())
 
 
-def measure_doubted(run: Run, fresh: set[WorkloadPointKey]) -> None:
+def measure_doubted(
+    run: Run, fresh: set[WorkloadPointKey], sweep: Grid | AdaptiveSweep, done: Done
+) -> None:
     """Measure again what its neighbours contradict; the quicker of the two stays."""
     configuration_id, environment_id = run.ids
-    doubts = doubted_work(run.engine, run.database, environment_id, run.by_hash, fresh)
+    doubts = doubted_work(run.engine, run.database, environment_id, run.by_hash, fresh, sweep)
     for batch, earlier in doubts.items():
         with run.sharing.device():
             found = run.measured(batch, list(earlier))
@@ -268,6 +270,7 @@ def measure_doubted(run: Run, fresh: set[WorkloadPointKey]) -> None:
             continue  # it did run a moment ago: what is there stays
         for key, before in earlier.items():
             if found[key].median_us < before.median_us:
+                done.unstable += found[key].unstable - before.unstable
                 run.database.record(
                     run.by_hash[key[0]], environment_id, found[key], configuration_id, replace=True
                 )

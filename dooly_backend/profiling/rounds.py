@@ -15,7 +15,7 @@ from dooly_backend.database import Database
 from dooly_backend.database.records import Measurement, Signature
 from dooly_backend.engines import Engine
 from dooly_backend.profiling.adaptive import Evidence, needs
-from dooly_backend.profiling.doubts import doubtful
+from dooly_backend.profiling.doubts import doubtful, surprising
 from dooly_backend.profiling.measure import WorkloadPointKey
 from dooly_backend.profiling.sweep import batch_of, sweep_points
 from dooly_backend.workload import Batch, WorkloadPoint
@@ -58,16 +58,23 @@ def doubted_work(
     environment_id: int,
     signatures: Mapping[str, Signature],
     fresh: Collection[WorkloadPointKey],
+    sweep: Grid | AdaptiveSweep,
 ) -> dict[Batch, dict[WorkloadPointKey, Measurement]]:
-    """The `fresh` measurements that others contradict, by the batch that shows their points."""
+    """The `fresh` measurements that others contradict, by the batch that shows their points.
+
+    Of a grid's many points only what less work contradicts is looked for.
+    """
     by_signature: dict[str, set[WorkloadPoint]] = {}
     for hash_, point in fresh:
         by_signature.setdefault(hash_, set()).add(point)
     by_batch: dict[Batch, dict[WorkloadPointKey, Measurement]] = {}
     for hash_, points in by_signature.items():
-        known = database.measurements(hash_, environment_id)
-        by_point = {m.point: m for m in known}
-        for point in doubtful(signatures[hash_], known, points, engine.max_request_len):
+        known = evidence(engine, database, environment_id, signatures[hash_])
+        by_point = {m.point: m for m in known.measurements}
+        doubted = doubtful(known.signature, known.measurements, points, engine.max_request_len)
+        if isinstance(sweep, AdaptiveSweep):
+            doubted += surprising(known, points)
+        for point in dict.fromkeys(doubted):
             keys = by_batch.setdefault(batch_of(point, engine), {})
             keys[hash_, point] = by_point[point]
     return by_batch

@@ -5,7 +5,7 @@ the process (scikit-learn's, Matern 3/2) follows what the kernels really do
 between the measured points, which may lie anywhere. Its coordinates are held
 at the edge of the measured range, so that beyond it the terms alone decide.
 Each phase of attention has a process of its own, and so have mixed batches
-where enough of them were measured.
+where enough of them were measured and it predicts those that it has not seen.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from dooly_backend.regression.roofline import (
 
 _FEWEST = 6  # points of a phase
 _FEWEST_MIXED = 12
+_FOLDS = 5
 _MOST_TO_TUNE = 150  # points; the search for length scales grows with their cube
 _LENGTHS = (0.3, 30.0)  # bounds, in logarithms of the coordinates
 _VARIANCES = (1e-5, 1.0)
@@ -205,7 +206,7 @@ class Corrected(Regressor):
         if len(phases) > 1:
             joint = fit_joint(data, *apart)
             parameters["joint"] = joint.parameters
-            parameters["mixed"] = _fit_mixed(data, joint, apart, (earlier or {}).get("mixed"))
+            parameters["mixed"] = _fit_mixed(data, joint, apart, earlier)
         return parameters
 
     def load(self, parameters: Parameters, features: tuple[str, ...]) -> Predictor:
@@ -265,14 +266,36 @@ def mixed_coordinates(features: tuple[str, ...]) -> Coordinates:
 def _fit_mixed(
     data: Training, joint: Joint, apart: list[Floats], earlier: Parameters | None
 ) -> Parameters | None:
-    """What the joint rule leaves over in mixed batches; None where few were measured."""
+    """What the joint rule leaves over in mixed batches; None where that cannot be learned.
+
+    `earlier` are the regressor's parameters from more points, whose choice is kept.
+    """
     both = (apart[0] > 0) & (apart[1] > 0)
-    if both.sum() < _FEWEST_MIXED:
+    if both.sum() < _FEWEST_MIXED or (earlier is not None and earlier["mixed"] is None):
         return None
     longest = data.column(LONGEST)[both]
     residuals = np.log(data.us[both] / joint.many(apart[0][both], apart[1][both], longest))
     points = mixed_coordinates(data.features).many(data.rows[both])
-    return fit_process(points, residuals, data.noise[both], earlier)
+    noise = data.noise[both]
+    if earlier is None and not _learns(points, residuals, noise):
+        return None
+    return fit_process(points, residuals, noise, earlier["mixed"] if earlier is not None else None)
+
+
+def _learns(points: Floats, residuals: Floats, noise: Floats) -> bool:
+    """Whether a process brings residuals that it has not seen closer to nothing.
+
+    Few batches in as many axes as mixed ones have are learned by heart: the gain at
+    left-out ones must exceed its standard error.
+    """
+    folds = np.arange(len(points)) % _FOLDS
+    gains = np.zeros(len(points))
+    for fold in range(_FOLDS):
+        held = folds == fold
+        seen = fit_process(points[~held], residuals[~held], noise[~held], None)
+        left = residuals[held] - Process(seen).many(points[held])
+        gains[held] = np.abs(residuals[held]) - np.abs(left)
+    return bool(gains.mean() > gains.std(ddof=1) / math.sqrt(len(gains)))
 
 
 class _Mixed(PhasePredictor):
