@@ -45,7 +45,9 @@ def steps_of(
                 heat += (truth.target(tokens) - heat) * SLICE_S / truth.tau_s
                 now += SLICE_S
             took = (now - begin) * (1 + noise * draw.gauss(0, 1))
-            yield ClockStep(layers, f"{requests} {name}", place, tokens, begin * 1e6, took * 1e6)
+            yield ClockStep(
+                layers, f"{requests} requests, {name}", place, tokens, begin * 1e6, took * 1e6
+            )
 
 
 REST = [False] * 60

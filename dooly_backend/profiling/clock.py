@@ -21,7 +21,7 @@ REST_S = 0.4  # until the clock has recovered; several time constants
 STREAM_S = 0.8
 #: Requests that decode beside the prefills, and how many steps of theirs lie between two
 #: prefills: many requests draw much power, too.
-PAUSES = {8: (1, 2, 4, 8, 16), 64: (2, 8), 128: (2, 8), 256: (2, 8)}
+PAUSES = {8: (1, 2, 4, 8, 16), 64: (2, 8), 128: (2, 8), 248: (2, 8)}
 _CONTEXT = 512
 _FEWEST_IN_STREAM = 8
 _MOST_STEPS = 2000
@@ -37,19 +37,20 @@ def measure_clock(engine: Engine) -> list[ClockStep]:
     """Steps with prefills among steps of decodes alone, in several patterns.
 
     With few layers the steps are short, and show how quickly the clock follows;
-    but then the device idles beside decodes, so that only few are run there. Raises
-    EngineError where the engine cannot run them, or tells no device times.
+    but then the device idles beside decodes and waits for the inputs of the step
+    after them, so that only a stream is run there. Raises EngineError where the
+    engine cannot run them, or tells no device times.
     """
     is_deep = engine.num_layers >= _DEEP
     tokens = min(_TOKENS if is_deep else _TOKENS_OF_FEW_LAYERS, engine.max_num_tokens)
     found = []
     for requests, pauses in PAUSES.items():
-        if requests > (engine.max_num_reqs if is_deep else min(PAUSES)):
+        if requests >= engine.max_num_reqs or (requests > min(PAUSES) and not is_deep):
             continue
         decodes = Batch.decode(requests, _CONTEXT)
         heavy = _prefill(engine, tokens - requests)
         light_s, heavy_s = _seconds(engine, decodes, None), _seconds(engine, decodes, heavy)
-        for pattern in _patterns(light_s, heavy_s, heavy, pauses):
+        for pattern in _patterns(light_s, heavy_s, heavy, pauses if is_deep else ()):
             steps = engine.pipelined_sequence(decodes, pattern.prefills)
             for place, (fresh, step) in enumerate(zip(pattern.prefills, steps, strict=True)):
                 if step.begin_us is None or step.device_us is None:

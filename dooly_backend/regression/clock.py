@@ -15,7 +15,7 @@ import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
@@ -29,9 +29,10 @@ from dooly_backend.errors import InputError
 HEAVY_TOKENS = 512
 _ROUNDS = 3  # the share changes by a few percent while a step runs: this converges
 _FEWEST = 20  # heavy steps
-_STREAM_END = 3  # of a long stream's steps the last so many tell what it settles at
+_SETTLING, _STREAM = 4, 8  # steps: of a stream of so many, those after the first few tell
 _TAUS_S = np.geomspace(0.005, 1.0, 28)
 _WARM_TOKENS = (*np.geomspace(32, 2048, 13), math.inf)
+_IDLE_US = 100.0  # a device that waited longer for a step has waited for its inputs, too
 _UNLIKELY = 0.03  # relative errors above which a step counts for less
 
 
@@ -82,8 +83,8 @@ class ClockFit:
 def fit_clock(steps: Sequence[ClockStep]) -> ClockFit:
     """The response that explains `steps`: heavy ones of about one size among light ones.
 
-    What a heavy step takes in a long stream is read off the ends of the longest
-    streams, for steps of one size each. Steps much shorter than the time constant
+    What a heavy step takes in a long stream is the median of the later steps of
+    the streams, for steps of one size each. Steps much shorter than the time constant
     tell it apart from the shares. Raises InputError where heavy steps or
     streams of them are too few.
     """
@@ -144,11 +145,12 @@ def _linear(
     return float(found.cost), float(found.x[0]), float(found.x[1]), error
 
 
-_Size = tuple[int, int]  # layers and new tokens
+_Size = tuple[int, str, int]  # layers, what its batches are, new tokens
 
 
 def _size(step: ClockStep) -> _Size:
-    return step.num_layers, step.tokens
+    """Steps of one size take the same at the same clock."""
+    return step.num_layers, step.pattern.partition(", ")[0], step.tokens
 
 
 def _row_of(step: ClockStep) -> tuple[int, str]:
@@ -163,27 +165,36 @@ class _Row:
         self.num_layers, self.pattern = _row_of(steps[0])
 
     def stream_end(self) -> Iterator[ClockStep]:
-        """The last steps of every unbroken stream of heavy ones that is long."""
-        for (_, tokens), stream in groupby(self._steps, key=_size):
+        """What follows the first steps of every unbroken stream of heavy ones that is long."""
+        for (_, _, tokens), stream in groupby(self._steps, key=_size):
             same = list(stream)
-            if tokens >= HEAVY_TOKENS and len(same) >= 2 * _STREAM_END:
-                yield from same[-_STREAM_END:]
+            if tokens >= HEAVY_TOKENS and len(same) >= _STREAM:
+                yield from same[_SETTLING:]
 
     def shares(self, stream_us: Mapping[_Size, float]) -> Iterator[float]:
         """Of what each heavy step takes in a stream, what it took."""
-        for step in self._steps:
-            if _size(step) in stream_us:
+        for idle_us, step in self._steps_and_idle():
+            if self._tells(idle_us, step, stream_us):
                 yield step.device_us / stream_us[_size(step)]
 
     def heats(self, response: ClockResponse, stream_us: Mapping[_Size, float]) -> Iterator[float]:
         """The mean heat of each of them."""
         heat = 0.0
-        for before, step in pairwise([None, *self._steps]):
-            assert step is not None
-            if before is not None:
-                idle_us = step.begin_us - before.begin_us - before.device_us
-                heat = response.after(heat, max(0.0, idle_us) / 1e6)
+        for idle_us, step in self._steps_and_idle():
+            heat = response.after(heat, idle_us / 1e6)
             took = step.device_us / 1e6
-            if _size(step) in stream_us:
+            if self._tells(idle_us, step, stream_us):
                 yield response.mean(heat, took)
             heat = response.after(heat, took, response.target(step.tokens))
+
+    def _steps_and_idle(self) -> Iterator[tuple[float, ClockStep]]:
+        """Every step, and how long the device idled before it."""
+        end = self._steps[0].begin_us
+        for step in self._steps:
+            yield max(0.0, step.begin_us - end), step
+            end = step.begin_us + step.device_us
+
+    @staticmethod
+    def _tells(idle_us: float, step: ClockStep, stream_us: Mapping[_Size, float]) -> bool:
+        """Whether a step tells of the clock: it is heavy, and none of its time was the host's."""
+        return idle_us < _IDLE_US and _size(step) in stream_us
