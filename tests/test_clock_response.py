@@ -45,6 +45,7 @@ def steps_of(
                 heat += (truth.target(tokens) - heat) * SLICE_S / truth.tau_s
                 now += SLICE_S
             took = (now - begin) * (1 + noise * draw.gauss(0, 1))
+            now = begin + took
             yield ClockStep(
                 layers, f"{requests} requests, {name}", place, tokens, begin * 1e6, took * 1e6
             )

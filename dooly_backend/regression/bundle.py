@@ -42,6 +42,7 @@ from dooly_backend.database.records import (
 from dooly_backend.errors import InputError
 from dooly_backend.regression import container
 from dooly_backend.regression.batches import BatchArray, Columns, Floats, as_array
+from dooly_backend.regression.clock import ClockResponse, fit_clock
 from dooly_backend.regression.container import BundleError
 from dooly_backend.regression.features import KINDS, features_of
 from dooly_backend.regression.fitting import FittedSignature, fit_signatures
@@ -67,7 +68,8 @@ class BundleConfiguration:
     Collectives are operations of the graph like others. `kv_capacity` is what
     decides the full model's KV blocks; None where the database does not hold it.
     `stream_cost` is what steps take beyond these predictions as the engine runs
-    them by default; empty where no such steps were measured.
+    them by default; empty where no such steps were measured. `clock` is how the
+    device's clock gives way under load; None where it was not watched.
     """
 
     configuration: Configuration
@@ -76,6 +78,7 @@ class BundleConfiguration:
     fitted: Mapping[str, FittedSignature] = field(repr=False)
     kv_capacity: KvCapacity | None = None
     stream_cost: tuple[PartCost, ...] = ()
+    clock: ClockResponse | None = None
 
     @cached_property
     def counts(self) -> Mapping[str, int]:
@@ -225,6 +228,7 @@ def fit_bundle(
     measured = {s: database.measurements(hash_, environment_id) for hash_, s in wanted.items()}
     fitted = {s.hash: each for s, each in fit_signatures(measured, only).items()}
     stored = database.configurations()
+    clocks = _clocks(database, graphs, environment_id)
     configurations = tuple(
         _with_stream_cost(
             BundleConfiguration(
@@ -233,6 +237,7 @@ def fit_bundle(
                 database.step_cost(i, environment_id),
                 {o.signature.hash: fitted[o.signature.hash] for o in graph},
                 database.kv_capacity(i, environment_id),
+                clock=clocks[i],
             ),
             database.stream_steps(i, environment_id),
             database.host_steps(i, environment_id),
@@ -242,6 +247,34 @@ def fit_bundle(
     return Bundle(
         database.environments()[environment_id], fitted, configurations, _metadata(database, fitted)
     )
+
+
+def _clocks(
+    database: Database, graphs: Mapping[int, Sequence[Occurrence]], environment_id: int
+) -> dict[int, ClockResponse | None]:
+    """How the device's clock gives way in each configuration.
+
+    Where it was watched in another one alone, that one's is taken: all dense models'
+    prefills draw what the device can. Experts, which wait for their weights, draw less.
+    """
+    watched = {
+        i: fit_clock(steps).response
+        for i in database.configurations()
+        if (steps := database.clock_steps(i, environment_id))
+    }
+    dense = {
+        i: clock
+        for i, clock in watched.items()
+        if not _has_experts(database.occurrences(i, environment_id))
+    }
+    of_any = next(iter(dense.values()), None)
+    return {
+        i: watched.get(i, None if _has_experts(graph) else of_any) for i, graph in graphs.items()
+    }
+
+
+def _has_experts(graph: Sequence[Occurrence]) -> bool:
+    return any(occurrence.signature.kind == "routing" for occurrence in graph)
 
 
 def _with_stream_cost(
@@ -331,6 +364,7 @@ def _configuration(each: BundleConfiguration) -> dict[str, Any]:
         "step_cost": asdict(each.step_cost) if each.step_cost is not None else None,
         "kv_capacity": asdict(each.kv_capacity) if each.kv_capacity is not None else None,
         "stream_cost": [asdict(part) for part in each.stream_cost],
+        "clock": asdict(each.clock) if each.clock is not None else None,
     }
 
 
@@ -378,6 +412,7 @@ def _stored(
         _capacity(content["kv_capacity"]),
         # Bundles of before there was one have none.
         tuple(PartCost(**part) for part in content.get("stream_cost", ())),
+        ClockResponse(**content["clock"]) if content.get("clock") else None,
     )
 
 
