@@ -59,7 +59,25 @@ if TYPE_CHECKING:
     help="A live run of this configuration, as `dooly validate -o` writes them: what the host "
     "adds to a step is fitted to it. May be repeated.",
 )
+<<<<<<< HEAD
 @scheduler_option
+=======
+@click.option(
+    "--device-clock/--steady-clock",
+    "device_clock",
+    default=False,
+    show_default=True,
+    help="Let the device's clock give way under prefills and recover, as far as the profile "
+    "watched it; steady: as in a long stream of them.",
+)
+@click.option(
+    "--scheduler",
+    type=click.Choice(["dooly", "engine"]),
+    default="dooly",
+    show_default=True,
+    help="Whose scheduler decides the batches; the engine's own needs it installed.",
+)
+>>>>>>> d8fb2cd (The device's part of a step is fitted to the deepest engine, launches also where a backend waits; simulations may let the device's clock give way)
 @console.output_option("Write tables, summary, trace and plots into this folder.")
 @console.json_option
 def simulate(
@@ -74,6 +92,7 @@ def simulate(
     serving: Mapping[str, Any],
     execution_mode: str | None,
     live_runs: tuple[Path, ...],
+    device_clock: bool,
     scheduler: Any,
     out: Path | None,
     as_json: bool,
@@ -119,6 +138,8 @@ def simulate(
         if execution_mode is None or not isinstance(timer, StepModel):
             timer = source.timer_of(served, limits)
         timer = timer.with_cost(cost)
+    if device_clock:
+        timer = source.with_clock(timer)
     began = time.perf_counter()
     run = run_simulation(
         requests, limits, timer, concurrency=workload.concurrency, scheduler=scheduler

@@ -99,6 +99,20 @@ class Source:
             raise InputError("live runs of pipelines are not compared: leave out --calibrate")
         return StepModel.of(self.fitted, Execution.served(served, limits.max_num_seqs))
 
+    def with_clock(self, timer: StepModel | StageTimer) -> StepModel:
+        """The same step times on a device whose clock gives way as the profile saw.
+
+        Raises InputError where it did not watch, and for a pipeline.
+        """
+        clock = self.fitted.clock
+        if clock is None:
+            raise InputError(
+                f"the clock of {self.environment.device} was not watched: leave out --device-clock"
+            )
+        if not isinstance(timer, StepModel):
+            raise InputError("a pipeline's devices have steady clocks: leave out --device-clock")
+        return timer.with_clock(clock)
+
     def about(self) -> dict[str, Any]:
         """What was profiled where, for a summary."""
         return {

@@ -57,8 +57,6 @@ class Fitted(Protocol):
     @property
     def stream_cost(self) -> Sequence[PartCost]: ...
     @property
-    def clock(self) -> ClockResponse | None: ...
-    @property
     def predictors(self) -> Mapping[str, SignaturePredictor]: ...
 
 
@@ -142,8 +140,7 @@ class StepModel:
             layers = fitted.configuration.layers_run
             cost = own_cost(fitted.step_cost, layers, fitted.stream_cost)
         predictor = BundlePredictor(fitted.predictors)
-        model = cls(parts_of(fitted.occurrences), predictor, cost, execution)
-        return model.with_clock(fitted.clock)
+        return cls(parts_of(fitted.occurrences), predictor, cost, execution)
 
     def forward_only(self) -> StepModel:
         """The same without the step's own cost."""
