@@ -84,4 +84,7 @@ def test_the_command(path: Path, dooly: Dooly) -> None:
     result = dooly("db", "export", "-o", "out", "--json")
     assert json.loads(result.stdout)["rows"]["measurement"] == 3
     told = dooly("db", "export", "--db", "builtin:h200", "-o", "h200")
-    assert "latency.parquet: 1302 rows" in told.stdout
+    with Database.open("builtin:h200") as shipped:
+        measurements = shipped.info().measurements
+    assert measurements > 1000
+    assert f"latency.parquet: {measurements} rows" in told.stdout
