@@ -59,9 +59,6 @@ if TYPE_CHECKING:
     help="A live run of this configuration, as `dooly validate -o` writes them: what the host "
     "adds to a step is fitted to it. May be repeated.",
 )
-<<<<<<< HEAD
-@scheduler_option
-=======
 @click.option(
     "--device-clock/--steady-clock",
     "device_clock",
@@ -70,14 +67,7 @@ if TYPE_CHECKING:
     help="Let the device's clock give way under prefills and recover, as far as the profile "
     "watched it; steady: as in a long stream of them.",
 )
-@click.option(
-    "--scheduler",
-    type=click.Choice(["dooly", "engine"]),
-    default="dooly",
-    show_default=True,
-    help="Whose scheduler decides the batches; the engine's own needs it installed.",
-)
->>>>>>> d8fb2cd (The device's part of a step is fitted to the deepest engine, launches also where a backend waits; simulations may let the device's clock give way)
+@scheduler_option
 @console.output_option("Write tables, summary, trace and plots into this folder.")
 @console.json_option
 def simulate(

@@ -4,42 +4,36 @@ Fitted to steps in a row (`profiling/stream.py`), by execution mode:
 
 - the device takes ``share * operations + step``: compiled code fuses some
   operations, and kernels of a graph follow each other more closely than they do
-  where they are timed. Only steps that the device bounded tell (`bound_by_device`);
-- the host launches for ``step + layer * layers + request * requests + token *
-  tokens``: without a graph every kernel is a launch of its own;
+  where they are timed;
+- the host launches for ``step + layer * layers + request * requests``: without a
+  graph every kernel is a launch of its own. What a request takes is that of whole
+  graphs, where steps of many requests tell it best;
 - the scheduler takes ``step + request * requests`` before a step and after it,
   whatever its mode.
 
 A step of a long stream lasts as long as the slower of device and host. Errors
-are relative and outliers damped. The deepest engine, which is the whole model or
-nearest to it, decides; shallow ones tell what of a launch grows with the layers.
-Each part says how far off it is on batches that it was not fitted to, by leaving
-each of its batches out in turn; of several sets of terms the shorter one is kept
-unless a longer one is better at that.
+are relative and outliers damped. Each part says how far off it is on batches
+that it was not fitted to, by leaving each of its batches out in turn.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 from scipy.optimize import least_squares
 
 from dooly_backend.database.records import HostStep, PartCost, StepMode, StreamStep
 from dooly_backend.regression.batches import Floats
+from dooly_backend.workload import Batch
 
-Flags = npt.NDArray[np.bool_]
-MODES: tuple[StepMode, ...] = ("eager", "piecewise", "full")
+MODES: tuple[StepMode, ...] = ("full", "piecewise", "eager")
 _DAMPED = 0.05  # relative errors above which a step counts for less
-_EARLY = 1.1  # a step so much longer than its launch was launched early
-_ABOUT = 0.9  # of a step: what the device needs at least, where launching waited for it
-_SHORTEST = 0.2  # quantile
-_ROUNDS = 4
-_BETTER = 0.9
-_FEWEST = 4  # steps that tell something together
+_FREELY = 0.9  # of a step: a launch that took no more did not wait for the device
+_IDLE = 0.7  # of a step: with no more operations than that the device waited for the launch
 
 
 def fit_stream_cost(
@@ -51,21 +45,17 @@ def fit_stream_cost(
     depth and padding, from the predictor that the cost is used with.
     """
     costs: list[PartCost] = []
+    request_us: float | None = None
     for mode in MODES:
         chosen = [
-            (step, us) for step, us in zip(steps, operations_us, strict=True) if step.mode == mode
+            _Step.of(step, us)
+            for step, us in zip(steps, operations_us, strict=True)
+            if step.mode == mode
         ]
-        if not chosen:
-            continue
-        of_mode, sums = zip(*chosen, strict=True)
-        bound, waits = bound_by_device(of_mode, sums)
-        if bound.any():
-            device = [pair for pair, yes in zip(chosen, bound, strict=True) if yes]
-            costs.append(_device(mode, *zip(*device, strict=True)))
-        # A launch that waited for the device says nothing of launching.
-        launched = [step for step, waited in zip(of_mode, waits, strict=True) if not waited]
-        if launched:
-            costs.append(_launch(mode, launched))
+        if chosen:
+            found = _of_mode(mode, chosen, request_us)
+            costs += found
+            request_us = found[-1].request_us if request_us is None else request_us
     measured = sorted(hosts, key=lambda host: host.num_reqs)
     if measured:
         counts = [host.num_reqs for host in measured]
@@ -74,39 +64,6 @@ def fit_stream_cost(
         costs.append(_by_requests("schedule", counts, schedule))
         costs.append(_by_requests("output", counts, output))
     return tuple(costs)
-
-
-def bound_by_device(
-    steps: Sequence[StreamStep], operations_us: Sequence[float]
-) -> tuple[Flags, Flags]:
-    """Which steps of one mode the device decided, and in which of these launching waited for it.
-
-    The host that is done early shows it, where several are. But some launches wait
-    for the step before: FlashInfer plans with its numbers, and a queue of kernels may
-    be full. Where a launch is as long as its step, the step is the device's if that
-    needs about as long, as far as the other steps tell. Where none is launched early
-    on a GPU, the steps that are shortest beside their operations tell.
-    """
-    times = np.array([step.median_us for step in steps])
-    operations = np.array(operations_us)
-    early = times > _EARLY * np.array([step.launch_median_us for step in steps])
-    ratios = times / operations
-    waits = np.zeros(len(steps), bool)
-    on_gpu = any(step.device_us for step in steps)
-    if early.sum() >= _FEWEST:
-        return early, waits
-    if early.any():
-        share = float(np.median(ratios[early]))
-    elif on_gpu:
-        share = float(np.quantile(ratios, _SHORTEST))
-    else:
-        return early, waits
-    for _ in range(_ROUNDS):
-        waits = ~early & (share * operations > _ABOUT * times)
-        if not (early | waits).any():
-            break
-        share = float(np.median(ratios[early | waits]))
-    return early | waits, waits
 
 
 def time_us(
@@ -126,70 +83,171 @@ def time_us(
     )
 
 
-def _device(mode: StepMode, steps: Sequence[StreamStep], operations: Sequence[float]) -> PartCost:
-    deepest = max(step.num_layers for step in steps)
-    deep = [pair for pair in zip(steps, operations, strict=True) if pair[0].num_layers == deepest]
-    if len(deep) >= _FEWEST:
-        steps, operations = zip(*deep, strict=True)
-    columns = {"share": list(operations), "step_us": [1.0] * len(steps)}
-    times = np.array([step.median_us for step in steps])
-    sets = [("share",), ("share", "step_us")] if len(steps) >= _FEWEST else [("share",)]
-    return _fitted(mode, "device", columns, sets, times, [step.batch for step in steps])
+@dataclass(frozen=True)
+class _Step:
+    """What is known of a step: its numbers, and medians in microseconds."""
+
+    batch: Batch
+    layers: int
+    operations_us: float
+    interval_us: float
+    launch_us: float
+    on_gpu: bool
+
+    @classmethod
+    def of(cls, step: StreamStep, operations_us: float) -> _Step:
+        return cls(
+            step.batch,
+            step.num_layers,
+            operations_us,
+            step.median_us,
+            step.launch_median_us,
+            bool(step.device_us),
+        )
+
+    @property
+    def ended_early(self) -> bool:
+        """Whether the host was done with launching well before the device was with the step."""
+        return self.launch_us < _FREELY * self.interval_us
+
+    @property
+    def tells_its_launch(self) -> bool:
+        """Whether the launch did not wait for the device, as some backends do meanwhile."""
+        return self.ended_early or self.operations_us < _IDLE * self.interval_us
 
 
-def _launch(mode: StepMode, steps: Sequence[StreamStep]) -> PartCost:
-    columns = {
-        "step_us": [1.0] * len(steps),
-        "layer_us": [float(step.num_layers) for step in steps],
-        "request_us": [float(step.batch.num_reqs) for step in steps],
-        "token_us": [float(step.batch.num_tokens) for step in steps],
-    }
-    base = ("step_us", "layer_us")
-    sets = [base, (*base, "request_us"), (*base, "token_us"), (*base, "request_us", "token_us")]
-    times = np.array([step.launch_median_us for step in steps])
-    weights = np.array(columns["layer_us"]) / max(columns["layer_us"])
-    return _fitted(mode, "launch", columns, sets, times, [step.batch for step in steps], weights)
+_DEVICE, _LAUNCH = ("share", "step_us"), ("step_us", "layer_us", "request_us")
+_FIRST_SHARE = 0.95
+_MOST_SHARE = 1.15  # what is beyond is no operation's
+
+
+def _of_mode(mode: StepMode, steps: Sequence[_Step], request_us: float | None) -> list[PartCost]:
+    """Device and launch together: a step in a row lasts as long as the slower of the two.
+
+    Some backends wait for the device while they launch, so that the launch cannot be
+    read off its own time; where it ended early, it can. What the device takes once
+    a step is left out where batches left out are then predicted better. The launch's
+    part comes last.
+    """
+    deepest = max(step.layers for step in steps)
+    fits = []
+    for once in (False, True):
+        numbers = _joint(steps, once, request_us)
+        errors: dict[_Step, float] = {}
+        for batch in dict.fromkeys(step.batch for step in steps):
+            others = [step for step in steps if step.batch != batch]
+            if others:
+                left_out = _joint(others, once, request_us)
+                errors |= {s: _relative(left_out, s) for s in steps if s.batch == batch}
+        # Few layers show what launching takes, and how noisy the host is: many are what is run.
+        judged = [abs(error) for step, error in errors.items() if step.layers == deepest]
+        fits.append((statistics.median(judged) if judged else 0.0, numbers, errors))
+    _, numbers, errors = min(fits, key=lambda fit: fit[0])
+    of_deepest = [s for s in steps if s.layers == deepest]
+    device = [s for s in of_deepest if _device_us(numbers, s) >= _launch_us(numbers, s)]
+    if not any(step.on_gpu or step.ended_early for step in steps):
+        device = []  # a CPU, on which launching is computing
+    launch = [s for s in steps if s.tells_its_launch]
+    parts = [_part(mode, "launch", dict(zip(_LAUNCH, numbers[2:], strict=True)), launch, errors)]
+    if device:
+        found = dict(zip(_DEVICE, numbers[:2], strict=True))
+        parts.insert(0, _part(mode, "device", found, device, errors))
+    return parts
+
+
+def _part(
+    mode: StepMode,
+    part: Literal["device", "launch"],
+    numbers: Mapping[str, float],
+    steps: Sequence[_Step],
+    errors: Mapping[_Step, float],
+) -> PartCost:
+    known = [100 * abs(errors[step]) for step in steps if step in errors]
+    cost = PartCost(mode, part, steps=len(steps), **{n: float(v) for n, v in numbers.items()})
+    return replace(cost, mape=statistics.fmean(known), worst=max(known)) if known else cost
+
+
+def _device_us(numbers: Floats, step: _Step) -> float:
+    return float(numbers[0] * step.operations_us + numbers[1])
+
+
+def _launch_us(numbers: Floats, step: _Step) -> float:
+    factors = (1.0, step.layers, step.batch.num_reqs)
+    return float(np.dot(numbers[2:], factors))
+
+
+def _relative(numbers: Floats, step: _Step) -> float:
+    """By what share of the step the numbers are off."""
+    return max(_device_us(numbers, step), _launch_us(numbers, step)) / step.interval_us - 1
+
+
+def _joint(steps: Sequence[_Step], once: bool, request_us: float | None) -> Floats:
+    """Share, what the device takes `once` a step, and the launch's three numbers; none negative.
+
+    The least damped relative errors of the deepest engine's steps, which are those that
+    are run, and of the launches that are known. What a request takes is the same in all
+    modes: where it is known, it is not looked for.
+    """
+    deepest = max(step.layers for step in steps)
+    whole = [step for step in steps if step.layers == deepest]
+    launches = [step for step in steps if step.tells_its_launch]
+    launched = statistics.median(step.launch_us for step in steps)
+    known = np.array([0.0, 0.0, 0.0, 0.0, request_us or 0.0])
+    scale = np.array([1.0, launched, launched, launched / deepest, launched / 100])
+    start = np.array([_FIRST_SHARE, 1e-6, 0.5, 0.5, 1e-6])
+    varies = np.array(
+        [
+            True,
+            once,
+            True,
+            len({step.layers for step in steps}) > 1,
+            request_us is None and len({step.batch.num_reqs for step in steps}) > 1,
+        ]
+    )
+
+    def spread(few: Floats) -> Floats:
+        numbers = known.copy()
+        numbers[varies] = few * scale[varies]
+        return numbers
+
+    def residuals(few: Floats) -> Floats:
+        numbers = spread(few)
+        of_steps = [_relative(numbers, step) for step in whole]
+        of_launches = [_launch_us(numbers, step) / step.launch_us - 1 for step in launches]
+        return np.array([*of_steps, *of_launches])
+
+    most = np.array([_MOST_SHARE, *[np.inf] * 4])[varies]
+    found = least_squares(
+        residuals, start[varies], bounds=(0.0, most), loss="soft_l1", f_scale=_DAMPED
+    )
+    return spread(found.x)
 
 
 def _by_requests(
     part: Literal["schedule", "output"], counts: Sequence[int], times: Sequence[float]
 ) -> PartCost:
-    columns = {"step_us": [1.0] * len(counts), "request_us": [float(count) for count in counts]}
-    return _fitted("any", part, columns, [("step_us", "request_us")], np.array(times), counts)
+    factors = np.array([(1.0, count) for count in counts])
+    names = ("step_us", "request_us")
+    return _fitted("any", part, names, factors, np.array(times), counts)
 
 
 def _fitted(
     mode: StepMode | Literal["any"],
     part: Literal["device", "launch", "schedule", "output"],
-    columns: Mapping[str, Sequence[float]],
-    sets: Sequence[tuple[str, ...]],
+    names: Sequence[str],
+    factors: Floats,
     times: Floats,
     groups: Sequence[Any],
-    weights: Floats | None = None,
 ) -> PartCost:
-    """The first of `sets` of columns, or a later one that errs less by a tenth.
-
-    Errors are those of the heaviest.
-    """
-    best: PartCost | None = None
-    if weights is None:
-        weights = np.ones(len(times))
-    for names in sets:
-        factors = np.column_stack([columns[name] for name in names])
-        found: dict[str, Any] = dict(
-            zip(names, map(float, _robust(factors, times, weights)), strict=True)
-        )
-        errors = _left_out(factors, times, groups, weights)
-        if len(errors):
-            found |= {"mape": float(errors.mean()), "worst": float(errors.max())}
-        cost = PartCost(mode, part, steps=len(times), **found)
-        if best is None or cost.mape < _BETTER * best.mape:
-            best = cost
-    assert best is not None
-    return best
+    found: dict[str, Any] = dict(zip(names, map(float, _robust(factors, times)), strict=True))
+    cost = PartCost(mode, part, steps=len(times), **found)
+    errors = _left_out(factors, times, groups)
+    if len(errors):
+        cost = replace(cost, mape=float(errors.mean()), worst=float(errors.max()))
+    return cost
 
 
-def _robust(factors: Floats, times: Floats, weights: Floats) -> Floats:
+def _robust(factors: Floats, times: Floats) -> Floats:
     """Coefficients, none negative, of the least damped relative errors.
 
     A factor that does not vary beside the constant one is left at 0.
@@ -199,12 +257,13 @@ def _robust(factors: Floats, times: Floats, weights: Floats) -> Floats:
     size = 1 / np.maximum(relative.max(axis=0), np.finfo(float).tiny)  # all factors alike
 
     def residuals(scaled: Floats) -> Floats:
-        return weights * ((relative * size) @ scaled - 1)
+        return (relative * size) @ scaled - 1
 
-    start, *_ = np.linalg.lstsq(weights[:, None] * relative * size, weights, rcond=None)
-    found = least_squares(
-        residuals, np.maximum(start, 1e-9), bounds=(0.0, np.inf), loss="soft_l1", f_scale=_DAMPED
+    start = np.clip(
+        np.linalg.lstsq(relative * size, np.ones(len(times)), rcond=None)[0], 1e-9, None
     )
+    bounds = (0.0, np.inf)
+    found = least_squares(residuals, start, bounds=bounds, loss="soft_l1", f_scale=_DAMPED)
     coefficients = np.zeros(factors.shape[1])
     coefficients[told] = found.x * size
     return coefficients
@@ -223,14 +282,14 @@ def _told(factors: Floats) -> list[int]:
     return chosen
 
 
-def _left_out(factors: Floats, times: Floats, groups: Sequence[Any], weights: Floats) -> Floats:
-    """Percent: each batch predicted by a fit to the others, where it weighs most."""
+def _left_out(factors: Floats, times: Floats, groups: Sequence[Any]) -> Floats:
+    """Percent: each batch, at all its depths, predicted by a fit to the others."""
     errors = []
     for group in dict.fromkeys(groups):
         inside = np.array([other == group for other in groups])
         if inside.all():
             continue
-        coefficients = _robust(factors[~inside], times[~inside], weights[~inside])
-        shown = inside & (weights == weights.max())
-        errors += list(np.abs(factors[shown] @ coefficients / times[shown] - 1) * 100)
+        coefficients = _robust(factors[~inside], times[~inside])
+        predicted = factors[inside] @ coefficients
+        errors += list(np.abs(predicted / times[inside] - 1) * 100)
     return np.array(errors)
