@@ -28,9 +28,9 @@ def served(root: Path) -> list[str]:
                 [
                     f"{short(run['model'])}, {run['backend']}, {run['device']}",
                     workload,
-                    f"{figures['ttft_mape']:.1f} ({figures['ttft_noise']:.1f}) %",
-                    f"{figures['tpot_mape']:.1f} ({figures['tpot_noise']:.1f}) %",
-                    f"{figures['throughput_error']:.2f} ({figures['throughput_noise']:.2f}) %",
+                    f"{figures['ttft_mape']:.1f} ({_noise(figures, 'ttft', '.1f')}) %",
+                    f"{figures['tpot_mape']:.1f} ({_noise(figures, 'tpot', '.1f')}) %",
+                    f"{figures['throughput_error']:.2f} ({_noise(figures, 'throughput', '.2f')}) %",
                     f"{figures['schedule_agreement']:.1f} %",
                     _missed(figures, device),
                 ]
@@ -51,17 +51,23 @@ def served(root: Path) -> list[str]:
     ]
 
 
+def _noise(figures: Mapping[str, Any], name: str, form: str) -> str:
+    """A dash where there is one live run."""
+    noise = figures[f"{name}_noise"]
+    return "-" if noise is None else format(noise, form)
+
+
 def _missed(figures: Mapping[str, Any], device: str) -> str:
     missed = []
     for name in ("ttft", "tpot"):
         limit = _LATENCY[device]
         if device == "cpu":
-            limit = max(limit, 2 * figures[f"{name}_noise"])
+            limit = max(limit, 2 * (figures[f"{name}_noise"] or 0.0))
         if figures[f"{name}_mape"] > limit:
             missed.append(name.upper())
     limit = _THROUGHPUT
     if device == "cpu":
-        limit = max(limit, 2 * figures["throughput_noise"])
+        limit = max(limit, 2 * (figures["throughput_noise"] or 0.0))
     if figures["throughput_error"] > limit:
         missed.append("throughput")
     if figures["schedule_agreement"] < _SCHEDULE[device]:
