@@ -14,7 +14,7 @@ from dooly_backend.simulation.run_file import load_run
 from dooly_backend.simulation.scheduler import simulate
 from dooly_backend.workload import Batch
 
-RECORDED = Path(__file__).resolve().parent.parent / "integration/validate/results/h200"
+RECORDED = Path(__file__).resolve().parent.parent / "integration/validate/results/h200-flash_attn"
 LIMITS = ServingLimits(4, 64, 256, 100, 16, async_scheduling=False)
 
 

@@ -1,18 +1,19 @@
-"""Recorded live runs beside their simulation, each with the step cost of other workloads' runs.
+"""Recorded live runs beside their simulation, by the profile alone or calibrated on other runs.
 
     python -m integration.validate.cross meta-llama/Llama-3.1-8B RUN... \
-        --bundle results/h200/bundle.joblib --backend FLASH_ATTN -o results/h200
+        --db builtin:h200 --backend FLASH_ATTN --no-calibrate -o results/h200
 
-The runs are those that `integration.live_vllm.run` writes, the bundle is
-`dooly fit`'s. For every workload the host's part of a step is calibrated on the
-runs of all other workloads, so that nothing of what is predicted has been seen.
-Needs no engine.
+The runs are those that `integration.live_vllm.run` writes. What a simulation
+knows of steps is what the profile holds; with calibration the host's part of a
+step is fitted to the runs of all other workloads, so that nothing of what is
+predicted has been seen. Needs no engine.
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -24,7 +25,7 @@ from dooly_backend.simulation.records import Run
 from dooly_backend.simulation.replay import replayed
 from dooly_backend.simulation.run_file import load_run
 from dooly_backend.simulation.scheduler import simulate
-from dooly_backend.simulation.source import from_bundle
+from dooly_backend.simulation.source import Source, from_bundle, from_database
 from dooly_backend.simulation.step_time import StepModel
 from dooly_backend.simulation.validation import plain
 
@@ -32,12 +33,25 @@ from dooly_backend.simulation.validation import plain
 @click.command()
 @click.argument("model")
 @click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--bundle", required=True, type=click.Path(path_type=Path))
+@click.option("--bundle", type=click.Path(path_type=Path))
+@click.option("--db", help="In the place of a bundle: it is fitted.")
 @click.option("--backend")
+@click.option("--calibrate/--no-calibrate", default=True, show_default=True)
 @click.option("-o", "--out", type=click.Path(path_type=Path), required=True)
-def main(model: str, files: tuple[Path, ...], bundle: Path, backend: str | None, out: Path) -> None:
-    """Compare FILES, grouped by workload, with simulations of MODEL."""
-    source = from_bundle(bundle, model, {"backend": backend})
+def main(
+    model: str,
+    files: tuple[Path, ...],
+    bundle: Path | None,
+    db: str | None,
+    backend: str | None,
+    calibrate: bool,
+    out: Path,
+) -> None:
+    """Compare FILES, grouped by workload, with simulations of MODEL.
+
+    Without calibration only the profile is known, and no live run.
+    """
+    source = _source(model, bundle, db, {"backend": backend})
     runs: dict[str, list[Run]] = {}
     for file in files:
         run = load_run(file)
@@ -48,10 +62,14 @@ def main(model: str, files: tuple[Path, ...], bundle: Path, backend: str | None,
         assert live[0].limits is not None
         execution = Execution.served(live[0].about, live[0].limits.max_num_seqs)
         model_of_steps = StepModel.of(source.fitted, execution)
-        kernels = Comparison([*map(Metrics, live)], Metrics(simulated(live[0], model_of_steps)))
-        others = [run for name, those in runs.items() if name != workload for run in those]
-        cost = calibrated(others, model_of_steps)
-        with_cost = simulated(live[0], model_of_steps.with_cost(cost))
+        forward = simulated(live[0], model_of_steps.forward_only())
+        kernels = Comparison([*map(Metrics, live)], Metrics(forward))
+        with_cost = simulated(live[0], model_of_steps)
+        if calibrate:
+            others = [run for name, those in runs.items() if name != workload for run in those]
+            with_cost = simulated(
+                live[0], model_of_steps.with_cost(calibrated(others, model_of_steps))
+            )
         found = Comparison(kernels.live, Metrics(with_cost))
         lines += [f"## {workload}", "", *rows(found, kernels), ""]
         figures[workload] = figures_of(found, kernels)
@@ -68,10 +86,19 @@ def main(model: str, files: tuple[Path, ...], bundle: Path, backend: str | None,
             "",
         ]
     out.mkdir(parents=True, exist_ok=True)
-    told = {**source.about(), "workloads": figures}
+    told = {**source.about(), "calibrated": calibrate, "workloads": figures}
     (out / "figures.json").write_text(json.dumps(told, indent=2) + "\n")
     (out / "README.md").write_text("\n".join(lines))
     print("\n".join(lines))
+
+
+def _source(model: str, bundle: Path | None, db: str | None, filters: dict[str, Any]) -> Source:
+    if (bundle is None) == (db is None):
+        raise click.UsageError("give either --bundle or --db")
+    if bundle is not None:
+        return from_bundle(bundle, model, filters)
+    assert db is not None
+    return from_database(db, model, None, filters)
 
 
 def simulated(live: Run, timer: StepModel) -> Run:
