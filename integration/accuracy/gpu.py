@@ -85,8 +85,10 @@ def whole_steps(root: Path) -> list[str]:
         return ["Not measured yet."]
     frame = pd.concat([pd.read_csv(path) for path in files], ignore_index=True)
     frame = frame.fillna({"quantization": "none"})
+    served = ["model", "backend", "execution_mode", "quantization"]
+    frame = frame[frame["layers"] == frame.groupby(served)["layers"].transform("max")]
     rows = []
-    by = ["model", "backend", "execution_mode", "quantization", "layers", "kind"]
+    by = [*served, "layers", "kind"]
     for key, group in frame.groupby(by, sort=False):
         model, backend, mode, quantization, layers, kind = key
         error = group["error_percent"].abs()
@@ -109,7 +111,8 @@ def whole_steps(root: Path) -> list[str]:
     return [
         paragraph(
             "Steps in a row, launched as asynchronous scheduling launches them; none of them is",
-            "in a fit. *Operations alone* is their sum, with no cost of the step itself.",
+            "in a fit. *Operations alone* is their sum, with no cost of the step itself. The",
+            "deepest engines alone: those of few layers show what launching takes.",
             "Measured by `python -m integration.gpu.step_costs`, predicted by",
             f"`integration.gpu.step_errors`; from  {source(root, files)}.",
         ),
