@@ -32,6 +32,17 @@ MODEL = {
     "rms_norm_eps": 1e-6,
     "torch_dtype": "bfloat16",
 }
+#: Gemma 2: layers with a window and without take turns, a KV cache group each.
+WINDOWS = MODEL | {
+    "architectures": ["Gemma2ForCausalLM"],
+    "model_type": "gemma2",
+    "num_hidden_layers": 2,
+    "sliding_window": 64,
+    "query_pre_attn_scalar": 32,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "hidden_activation": "gelu_pytorch_tanh",
+}
 #: What every engine has: few blocks, so that requests lose theirs.
 COMMON: dict[str, Any] = {
     "threads": 1,
@@ -47,6 +58,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "sync": {"async_scheduling": False},
     "async": {"async_scheduling": True},
     "priority": {"async_scheduling": True, "policy": "priority"},
+    "windows": {"async_scheduling": True, "num_gpu_blocks": 34},
     "unlike": {
         "async_scheduling": False,
         "enable_prefix_caching": False,
@@ -88,8 +100,9 @@ WORKLOADS = {
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    model = ModelDescription(name="tiny-llama", hf_config=MODEL)
     for name, settings in SETTINGS.items():
+        hf_config = WINDOWS if name == "windows" else MODEL
+        model = ModelDescription(name="tiny", hf_config=hf_config)
         with boot_server(ServingOptions(model, **{**COMMON, **settings})) as server:
             for workload, served in WORKLOADS.items():
                 run = live.serve(server, served, by_step=workload != "clock")
