@@ -37,13 +37,14 @@ def info(db: str, as_json: bool) -> None:
       dooly db info --db other.db --json
     """
     from dooly_backend.database import Database
+    from dooly_backend.database.info_tables import render
 
     with Database.open(db, read_only=True) as database:
         result = database.info()
     if as_json:
         console.print_json(dataclasses.asdict(result))
     else:
-        console.show(result)
+        console.show(render(result))
 
 
 @db.command()

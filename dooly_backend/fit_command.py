@@ -52,7 +52,7 @@ def fit(
       dooly fit --db builtin:h200 --model meta-llama/Llama-3.1-8B -o llama.joblib
     """
     from dooly_backend.database import Database
-    from dooly_backend.regression.bundle import fit_bundle
+    from dooly_backend.regression.bundle_fit import fit_bundle
 
     with Database.open(db, read_only=True) as database:
         bundle = fit_bundle(database, models, environment, only)

@@ -24,12 +24,8 @@ from dooly_backend.database import Database
 from dooly_backend.database.records import KvCapacity, KvGroup, StepCost
 from dooly_backend.errors import InputError
 from dooly_backend.regression import container
-from dooly_backend.regression.bundle import (
-    Bundle,
-    BundleError,
-    fit_bundle,
-    load_bundle,
-)
+from dooly_backend.regression.bundle import Bundle, BundleError, load_bundle
+from dooly_backend.regression.bundle_fit import fit_bundle
 from dooly_backend.workload import Batch
 
 BATCHES = [Batch.parse(t) for t in ("1x512+0,8x1+1024", "16x1+300", "2x100+50", "1x9000+9000")]

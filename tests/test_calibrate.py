@@ -8,7 +8,8 @@ import pytest
 
 from dooly_backend.database import Database
 from dooly_backend.errors import InputError
-from dooly_backend.regression.bundle import BundleConfiguration, fit_bundle
+from dooly_backend.regression.bundle import BundleConfiguration
+from dooly_backend.regression.bundle_fit import fit_bundle
 from dooly_backend.simulation.calibrate import calibrated
 from dooly_backend.simulation.execution import Execution, Mode
 from dooly_backend.simulation.own_cost import Affine, HostCost

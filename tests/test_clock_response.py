@@ -124,8 +124,7 @@ def test_heat_stays_between_nothing_and_its_target() -> None:
     assert TRUTH.mean(0.0, 1e-6) == pytest.approx(1e-6 / 2 / TRUTH.tau_s, rel=1e-3)
     assert 0.99 < TRUTH.mean(0.0, 100.0) < 1.0
     assert [TRUTH.target(n) for n in (0, 100, 300, 512)] == [0.0, 0.5, 1.0, 1.0]
-    assert ClockResponse(0.8, 0.2, 0.1).target(511) == 0.0
-    assert math.isinf(ClockResponse(0.8, 0.2, 0.1).warm_tokens)
+    assert ClockResponse(0.8, 0.2, 0.1).target(511) < 1e-6
 
 
 def test_too_few_steps_say_what_is_needed() -> None:

@@ -24,6 +24,7 @@ from sample_records import (
 )
 
 from dooly_backend.database import Database, migrations
+from dooly_backend.database.info_tables import render
 from dooly_backend.database.records import RunConditions, StepCost, StepMeasurement
 from dooly_backend.errors import DatabaseError, InputError
 from dooly_backend.workload import Batch, WorkloadPoint
@@ -278,7 +279,7 @@ def test_info_prints_and_is_json(database: Database) -> None:
         database.record_run(configuration_id, environment_id, run)
     assert [r.run.facts for r in database.info().runs] == [busy, slowed]
     console = Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(database.info())
+    console.print(render(database.info()))
     text = console.export_text()
     console.file.close()
     for expected in (

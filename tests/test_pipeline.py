@@ -16,7 +16,7 @@ from dooly_backend.database import Database
 from dooly_backend.database.records import KvCapacity, KvGroup, Occurrence, Signature, StepCost
 from dooly_backend.errors import InputError
 from dooly_backend.profiling.collectives import Collective
-from dooly_backend.regression.bundle import fit_bundle
+from dooly_backend.regression.bundle_fit import fit_bundle
 from dooly_backend.simulation.columns import Steps
 from dooly_backend.simulation.records import Batches, ServingLimits, ServingRequest, StepTime
 from dooly_backend.simulation.scheduler import simulate

@@ -17,10 +17,10 @@ pytest.importorskip("torch")
 import torch
 from conftest import Profiled
 from engine_helpers import LAYERS, state
+from profile_helpers import QUICK, SMOKE, measured, widened
 
-from dooly_backend.config import Sweep, load_sweep
 from dooly_backend.database import Database
-from dooly_backend.database.records import Measurement, Signature
+from dooly_backend.database.records import Signature
 from dooly_backend.engine_commands import _lines, _summary
 from dooly_backend.engines.base import CapturedCall
 from dooly_backend.engines.vllm import VllmEngine
@@ -41,10 +41,6 @@ from shims.vidur.ranges import LAYOUTS, Layout, choose_ranges
 from shims.vidur.rules import VidurRules
 from shims.vidur.tables import build_tables
 
-SMOKE = load_sweep("smoke")
-QUICK = Regime(repeats=3, warmups=0, rounds=1)
-Measured = dict[tuple[str, str], Measurement]
-
 
 @pytest.fixture
 def path(profiled: Profiled, tmp_path: Path) -> Path:
@@ -56,21 +52,6 @@ def path(profiled: Profiled, tmp_path: Path) -> Path:
 def model(profiled: Profiled) -> LatencyModel:
     with Database.open(profiled.path, read_only=True) as database:
         return LatencyModel.load(database)
-
-
-def measured(path: Path) -> Measured:
-    """Everything measured, by signature and point."""
-    with Database.open(path, read_only=True) as database:
-        (environment_id,) = database.environments()
-        return {
-            (digest, m.point.key): m
-            for digest in database.signatures()
-            for m in database.measurements(digest, environment_id)
-        }
-
-
-def widened(**changes: Any) -> Sweep:
-    return Sweep.model_validate(SMOKE.model_dump() | changes)
 
 
 # -- the first run --------------------------------------------------------------

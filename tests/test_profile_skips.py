@@ -13,49 +13,22 @@ pytest.importorskip("torch")
 import torch
 from conftest import Profiled
 from engine_helpers import state
+from profile_helpers import QUICK, widened
 
-from dooly_backend.config import Sweep, load_sweep
 from dooly_backend.database import Database
 from dooly_backend.database.check import check_file
-from dooly_backend.database.records import Measurement
 from dooly_backend.engine_commands import _lines
 from dooly_backend.engines.vllm import VllmEngine
 from dooly_backend.profiling import profiler
-from dooly_backend.profiling.measure import Regime
 from dooly_backend.profiling.profiler import profile
 from dooly_backend.regression.latency import LatencyModel
 from dooly_backend.workload import Batch
-
-SMOKE = load_sweep("smoke")
-QUICK = Regime(repeats=3, warmups=0, rounds=1)
-Measured = dict[tuple[str, str], Measurement]
 
 
 @pytest.fixture
 def path(profiled: Profiled, tmp_path: Path) -> Path:
     """A copy of the profiled database."""
     return Path(shutil.copy(profiled.path, tmp_path / "latency.db"))
-
-
-@pytest.fixture
-def model(profiled: Profiled) -> LatencyModel:
-    with Database.open(profiled.path, read_only=True) as database:
-        return LatencyModel.load(database)
-
-
-def measured(path: Path) -> Measured:
-    """Everything measured, by signature and point."""
-    with Database.open(path, read_only=True) as database:
-        (environment_id,) = database.environments()
-        return {
-            (digest, m.point.key): m
-            for digest in database.signatures()
-            for m in database.measurements(digest, environment_id)
-        }
-
-
-def widened(**changes: Any) -> Sweep:
-    return Sweep.model_validate(SMOKE.model_dump() | changes)
 
 
 # -- points that cannot run -----------------------------------------------------

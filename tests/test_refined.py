@@ -17,7 +17,8 @@ from dooly_backend.database.records import Occurrence
 from dooly_backend.errors import InputError
 from dooly_backend.export_command import export
 from dooly_backend.regression.baseline import RoutingLatency
-from dooly_backend.regression.bundle import Bundle, fit_bundle
+from dooly_backend.regression.bundle import Bundle
+from dooly_backend.regression.bundle_fit import fit_bundle
 from dooly_backend.regression.latency import LatencyModel
 from dooly_backend.regression.refined import refined
 from dooly_backend.workload import Batch

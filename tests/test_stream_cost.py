@@ -16,11 +16,12 @@ from rich.console import Console
 
 from dooly_backend.database import Database, migrations
 from dooly_backend.database.check import check_file
-from dooly_backend.database.info import formula
+from dooly_backend.database.info_tables import formula, render
 from dooly_backend.database.merge import merge
 from dooly_backend.database.records import HostStep, PartCost, StepCost, StepMode, StreamStep
 from dooly_backend.profiling.stream_batches import STREAM_BATCHES
-from dooly_backend.regression.bundle import Bundle, fit_bundle, load_bundle
+from dooly_backend.regression.bundle import Bundle, load_bundle
+from dooly_backend.regression.bundle_fit import fit_bundle
 from dooly_backend.regression.step_operations import step_operations_us
 from dooly_backend.regression.store_cost import store_stream_cost
 from dooly_backend.regression.stream_cost import fit_stream_cost, time_us

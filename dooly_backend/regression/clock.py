@@ -31,7 +31,9 @@ _ROUNDS = 3  # the share changes by a few percent while a step runs: this conver
 _FEWEST = 20  # heavy steps
 _SETTLING, _STREAM = 4, 8  # steps: of a stream of so many, those after the first few tell
 _TAUS_S = np.geomspace(0.005, 1.0, 28)
-_WARM_TOKENS = (*np.geomspace(32, 2048, 13), math.inf)
+#: Light steps never warm the device; finite, since bundles hold no other numbers.
+NEVER_WARM = 1e9
+_WARM_TOKENS = (*np.geomspace(32, 2048, 13), NEVER_WARM)
 _IDLE_US = 100.0  # a device that waited longer for a step has waited for its inputs, too
 _UNLIKELY = 0.03  # relative errors above which a step counts for less
 
@@ -43,7 +45,7 @@ class ClockResponse:
     cool: float
     slope: float
     tau_s: float
-    warm_tokens: float = math.inf
+    warm_tokens: float = NEVER_WARM
 
     def share(self, heat: float) -> float:
         """Of its time in a long stream, what a heavy step takes at `heat`, 0 to 1."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dooly_backend.database import Database
 from dooly_backend.database.records import PartCost
-from dooly_backend.regression.bundle import fit_bundle
+from dooly_backend.regression.bundle_fit import fit_bundle
 
 
 def store_stream_cost(database: Database, ids: tuple[int, int]) -> tuple[PartCost, ...]:

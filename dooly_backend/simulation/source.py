@@ -14,7 +14,8 @@ from dooly_backend.config import load_model
 from dooly_backend.database import Database
 from dooly_backend.database.records import Configuration, Environment
 from dooly_backend.errors import DoolyError, InputError
-from dooly_backend.regression.bundle import Bundle, BundleConfiguration, fit_bundle, load_bundle
+from dooly_backend.regression.bundle import Bundle, BundleConfiguration, load_bundle
+from dooly_backend.regression.bundle_fit import fit_bundle
 from dooly_backend.regression.select import UnmeasuredError, is_called, profile_options, select
 from dooly_backend.simulation.execution import OF_CONFIGURATION, Execution, capture_sizes
 from dooly_backend.simulation.limits import serving_limits

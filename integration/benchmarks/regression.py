@@ -30,7 +30,8 @@ from dooly_backend.database import Database
 from dooly_backend.database.records import Measurement, Signature, canonical_json
 from dooly_backend.errors import CheckFailed
 from dooly_backend.regression.batches import BatchArray
-from dooly_backend.regression.bundle import Bundle, fit_bundle, load_bundle
+from dooly_backend.regression.bundle import Bundle, load_bundle
+from dooly_backend.regression.bundle_fit import fit_bundle
 from dooly_backend.workload import Batch
 
 MODELS = 12

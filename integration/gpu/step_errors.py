@@ -24,7 +24,8 @@ import pandas as pd
 from dooly_backend.config import load_model
 from dooly_backend.database import Database
 from dooly_backend.database.records import StreamStep
-from dooly_backend.regression.bundle import Bundle, BundleConfiguration, fit_bundle
+from dooly_backend.regression.bundle import Bundle, BundleConfiguration
+from dooly_backend.regression.bundle_fit import fit_bundle
 from dooly_backend.regression.step_operations import step_operations_us
 from dooly_backend.simulation.execution import OF_CONFIGURATION, Execution, Mode, capture_sizes
 from dooly_backend.simulation.own_cost import Shapes, own_cost
