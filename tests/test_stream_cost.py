@@ -329,7 +329,7 @@ def test_info_shows_it(database: Database) -> None:
     assert (stream.steps, stream.depths) == (2 * len(STREAM_BATCHES), (4, 32))
     console = Console(width=140, record=True, file=None)
     with console.capture() as captured:
-        console.print(info)
+        console.print(render(info))
     assert "62 steps of 4, 32 layers" in captured.get()
     assert "full device" in captured.get()
     assert formula(TRUTH["full", "launch"]) == "1300 + 20.0 a layer + 1.50 a request"
