@@ -14,6 +14,7 @@ from dooly_backend.simulation.calibrate import calibrated
 from dooly_backend.simulation.execution import Execution, Mode
 from dooly_backend.simulation.own_cost import Affine, HostCost
 from dooly_backend.simulation.records import Run, ServingLimits, ServingRequest
+from dooly_backend.simulation.replay import batches
 from dooly_backend.simulation.scheduler import simulate
 from dooly_backend.simulation.step_time import StepModel
 from dooly_backend.simulation.workload import Workload
@@ -78,16 +79,18 @@ def test_too_few_steps_are_refused(model: BundleConfiguration) -> None:
 
 
 def test_a_cpu_run_is_fitted_as_a_whole(model: BundleConfiguration) -> None:
-    """In series everything adds up; the cost per token and a negative one are found, too."""
+    """In series everything adds up; a negative cost and a jump between small batches are found."""
     limits = replace(LIMITS, async_scheduling=False)
-    cost = HostCost(serial=Affine(-200.0, 30.0, curve=((64.0, 250.0), (256.0, 900.0))))
+    jumps = {2: -80.0, 4: 400.0, 8: 90.0, 16: 110.0, 32: 180.0, 64: 250.0, 128: 500.0, 256: 900.0}
+    curve = tuple((float(tokens), us) for tokens, us in jumps.items())
+    cost = HostCost(serial=Affine(-200.0, 30.0, curve=curve))
     plain = StepModel.of(model)
     workload = Workload(
-        requests=60, prompt=200, prompt_median=120, output=40, output_median=30, rate=20.0
+        requests=60, prompt=200, prompt_median=120, output=40, output_median=30, rate=60.0
     )
     run = simulate(workload.build(), limits, plain.with_cost(cost))
     found = calibrated([run], plain).serial
-    assert found.step_us == pytest.approx(-200.0, rel=0.01)
-    assert found.request_us == pytest.approx(30.0, rel=0.01)
-    assert [place for place, _ in found.curve] == [64.0, 256.0]
-    assert [us for _, us in found.curve] == pytest.approx([250.0, 900.0], rel=0.01)
+    assert [place for place, _ in found.curve] == [float(tokens) for tokens in jumps]
+    shapes = plain.shapes(batches(run))
+    assert set(shapes.tokens) > {1, 2, 3, 4, 5}
+    assert found.of(shapes) == pytest.approx(cost.serial.of(shapes), abs=5.0)

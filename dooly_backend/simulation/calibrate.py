@@ -19,7 +19,7 @@ cache in a step costs an operation less than it did when it was timed alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -35,7 +35,8 @@ from dooly_backend.simulation.replay import batches
 from dooly_backend.simulation.step_time import StepModel
 
 FEWEST_STEPS = 20
-_PLACES = (64, 256, 1024, 4096)  # tokens
+# Tokens. Close together below 64: a CPU's kernels change between batches of two, four and eight.
+PLACES = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
 _FEWEST_THERE = 5  # steps beyond the place before
 _DAMPED = 0.1  # relative errors above which a step counts for less
 # Fetching a result that is there takes 20 to 150 us on an H200's host: one that waited longer
@@ -43,9 +44,10 @@ _DAMPED = 0.1  # relative errors above which a step counts for less
 _WAITED_US = 300.0
 
 
-def calibrated(live: Iterable[Run], model: StepModel) -> HostCost:
+def calibrated(live: Iterable[Run], model: StepModel, places: Sequence[int] = PLACES) -> HostCost:
     """What the steps of `live` took beyond the operations that `model` knows.
 
+    `places` are tokens at which the curve of a CPU's step cost has its points.
     Raises InputError where the runs have too few steps, or do not tell when
     steps were launched.
     """
@@ -58,7 +60,7 @@ def calibrated(live: Iterable[Run], model: StepModel) -> HostCost:
             "launched: give a run that `dooly validate -o` wrote"
         )
     if not any(run.limits is None or run.limits.async_scheduling for run in live):
-        return HostCost(serial=_in_series(steps))
+        return HostCost(serial=_in_series(steps, places))
     modes = [Mode(mode) for mode in sorted(steps["mode"].unique())]
     quickest = max(modes)  # whole graphs, where there are any
     host = _affine(steps[steps["mode"] == quickest], "host")
@@ -99,20 +101,19 @@ def _table(run: Run, model: StepModel) -> pd.DataFrame:
     )
 
 
-def _in_series(steps: pd.DataFrame) -> Affine:
+def _in_series(steps: pd.DataFrame, places: Sequence[int]) -> Affine:
     """``a + b * requests + curve(tokens)`` beyond the operations: relative errors, outliers damped.
 
-    The curve has points where steps are; it is level beyond the last one.
+    The curve has points at those `places` where steps are; it is level beyond the last one.
     """
     whole, operations = steps["whole"].to_numpy(), steps["operations"].to_numpy()
     tokens = steps["tokens"].to_numpy(float)
-    below = (0, *_PLACES)
-    places = [
+    seen = [
         place
-        for place, before in zip(_PLACES, below, strict=False)
+        for place, before in zip(places, (0, *places), strict=False)
         if (tokens > before).sum() >= _FEWEST_THERE
     ]
-    hats = [np.interp(tokens, (0, *places), row) for row in np.eye(len(places) + 1)[1:]]
+    hats = [np.interp(tokens, (0, *seen), row) for row in np.eye(len(seen) + 1)[1:]]
     factors = np.column_stack([np.ones(len(steps)), steps["requests"], *hats])
     relative, beyond = factors / whole[:, None], (whole - operations) / whole
 
@@ -122,7 +123,7 @@ def _in_series(steps: pd.DataFrame) -> Affine:
     start, *_ = np.linalg.lstsq(relative, beyond, rcond=None)
     found = least_squares(residuals, start, loss="soft_l1", f_scale=_DAMPED, x_scale="jac")
     step_us, request_us, *values = (float(value) for value in found.x)
-    return Affine(step_us, request_us, curve=tuple(zip(map(float, places), values, strict=True)))
+    return Affine(step_us, request_us, curve=tuple(zip(map(float, seen), values, strict=True)))
 
 
 def _next(values: Numbers) -> Numbers:

@@ -17,8 +17,10 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
@@ -38,6 +40,7 @@ GPU_CAPS = Caps(tokens=4096, length=4096, batch=128)
 @click.option("--layers", default=2, show_default=True, type=click.IntRange(1))
 @click.option("--backend", help="The attention backend.")
 @click.option("--threads", default=1, show_default=True, type=click.IntRange(1))
+@click.option("--dtype", help="As of `dooly profile`; processors without AVX-512 are slow in bf16.")
 @click.option("--what", type=click.Choice(["linear", "attention", "both"]), default="both")
 @click.option("--places", default=60, show_default=True, help="Held-out places of a shape.")
 @click.option("--tokens", type=int, help="Cap of the tokens of a step and of a request.")
@@ -47,8 +50,8 @@ GPU_CAPS = Caps(tokens=4096, length=4096, batch=128)
 @click.option("--regressor", "only", multiple=True, help="Choose among these only.")
 @click.option("-o", "--out", type=click.Path(path_type=Path), help="Folder for the results.")
 def main(
-    model: str, layers: int, backend: str | None, threads: int, what: str, places: int,
-    tokens: int | None, batch: int | None, databases: Path | None, only_judge: bool,
+    model: str, layers: int, backend: str | None, threads: int, dtype: str | None, what: str,
+    places: int, tokens: int | None, batch: int | None, databases: Path | None, only_judge: bool,
     only: tuple[str, ...], out: Path | None,
 ) -> None:  # fmt: skip
     """Compare the adaptive sweep with Vidur's grid on MODEL."""
@@ -58,7 +61,8 @@ def main(
         folder.mkdir(parents=True, exist_ok=True)
         try:
             if not only_judge:
-                _measure(model, (layers, backend, threads), (tokens, batch), kinds, places, folder)
+                how = {"layers": layers, "backend": backend, "threads": threads, "dtype": dtype}
+                _measure(model, how, (tokens, batch), kinds, places, folder)
             for kind in kinds:
                 _judge(kind, folder, only, out)
         except DoolyError as error:
@@ -67,8 +71,8 @@ def main(
 
 
 def _measure(
-    model: str, how: tuple[int, str | None, int], most: tuple[int | None, int | None],
-    kinds: list[str], places: int, folder: Path,
+    model: str, how: Mapping[str, Any], most: tuple[int | None, int | None], kinds: list[str],
+    places: int, folder: Path,
 ) -> None:  # fmt: skip
     from dooly_backend.engines import boot
     from dooly_backend.engines.vllm_boot import on_gpu
@@ -77,9 +81,8 @@ def _measure(
     default = GPU_CAPS if on_gpu() else CPU_CAPS
     tokens = most[0] or default.tokens
     caps = Caps(tokens, tokens, most[1] or default.batch)
-    layers, backend, threads = how
     options = RunOptions(
-        model=load_model(model), layers=layers, backend=backend, threads=threads,
+        model=load_model(model), **{name: value for name, value in how.items() if value},
         max_num_seqs=max(caps.batch, 32), max_num_batched_tokens=max(caps.tokens, 1024),
     )  # fmt: skip
     with boot(options) as engine:

@@ -67,6 +67,7 @@ CALIBRATIONS = ("calibration", "calibration-at-once")
 @click.option("--runs", default=3, show_default=True)
 @click.option("--minutes", default=5.0, show_default=True, help="Start no run that ends later.")
 @click.option("--threads", default=1, show_default=True)
+@click.option("--dtype", help="As of `dooly profile`; processors without AVX-512 are slow in bf16.")
 @click.option("--others", default=0.03, show_default=True, help="Processors others may keep busy.")
 @click.option("--compare-only", is_flag=True, help="Serve nothing: compare the runs there are.")
 def main(
@@ -79,6 +80,7 @@ def main(
     runs: int,
     minutes: float,
     threads: int,
+    dtype: str | None,
     others: float,
     compare_only: bool,
 ) -> None:
@@ -87,12 +89,18 @@ def main(
     described = load_model(model)
     measured = out / "profile.db"
     if not measured.exists():
-        arguments = ["--threads", str(threads), "--sweep", sweep]
-        profiled(db, described.name, None, {}, arguments, model)
+        arguments = [
+            "--threads",
+            str(threads),
+            "--sweep",
+            sweep,
+            *(["--dtype", dtype] if dtype else []),
+        ]
+        profiled(db, described.name, None, {"dtype": dtype}, arguments, model)
         out.mkdir(parents=True, exist_ok=True)
         with closing(sqlite3.connect(db)) as connection:
             connection.execute("VACUUM INTO ?", (str(measured),))
-    source = from_database(str(measured), described.name, None, {})
+    source = from_database(str(measured), described.name, None, {"dtype": dtype})
     named = [workload.name for workload in WORKLOADS]
     turns = [(*CALIBRATIONS, *named), *[(*named, *CALIBRATIONS)] * (runs - 1)]
     files = [(x, out / f"{x}-live-{n}.json.xz") for n, names in enumerate(turns) for x in names]
