@@ -61,7 +61,7 @@ def test_compositions_that_were_not_measured_are_unfamiliar() -> None:
 def test_they_are_less_sure() -> None:
     predictor = fit_signature(ATTENTION, OF_KIND[ATTENTION]).predictor
     prediction = predictor.predict_batches([Batch.parse(COMPOSED[0])])
-    alike = predictor._interval.one(float(prediction.us[0]), False)
+    alike = predictor._interval.one(float(prediction.us[0]), False, composition=1)
     width = np.log(prediction.high_us / prediction.us)[0]
     assert width == pytest.approx(1.5 * alike)
     assert width > 0

@@ -22,15 +22,15 @@ from dooly_backend.database.records import Measurement, Signature
 from dooly_backend.errors import InputError
 from dooly_backend.regression import models
 from dooly_backend.regression.batches import Floats
+from dooly_backend.regression.compositions import Composer
 from dooly_backend.regression.domain import Domain, domain_of
 from dooly_backend.regression.features import facts_of, features_of, known_features, point_matrix
 from dooly_backend.regression.intervals import (
     HeldOut,
     Interval,
-    fit_interval,
+    Intervals,
+    nothing_held_out,
     places_of,
-    pooled_errors,
-    pooled_scores,
 )
 from dooly_backend.regression.models import Parameters, Regressor, Training, UnfitError
 from dooly_backend.regression.prediction import SignaturePredictor
@@ -128,14 +128,13 @@ def fit_signatures(
     only = tuple(only)
     data = {signature: training_of(signature, each) for signature, each in measured.items()}
     choices = {signature: choose(each, only) for signature, each in data.items()}
+    intervals = _intervals(
+        {signature: choice.held_out for signature, choice in choices.items()},
+        {s: float(np.median([_spread(m) for m in each])) for s, each in measured.items()},
+    )
     fitted = {}
     for signature, choice in choices.items():
-        alike = [c.held_out for s, c in choices.items() if s.kind == signature.kind]
-        if not sum(len(each) for each in alike):  # constants: what others err by
-            alike = [c.held_out for c in choices.values()]
         training = data[signature]
-        spread = float(np.median([_spread(m) for m in measured[signature]]))
-        interval = fit_interval(choice.held_out, pooled_scores(alike), pooled_errors(alike), spread)
         fitted[signature] = FittedSignature(
             signature,
             training.features,
@@ -143,11 +142,27 @@ def fit_signatures(
             choice.model,
             choice.parameters,
             domain_of(training),
-            interval,
+            intervals[signature],
             choice.errors,
             len(training),
         )
     return fitted
+
+
+def _intervals(
+    held_out: Mapping[Signature, HeldOut], spreads: Mapping[Signature, float]
+) -> dict[Signature, dict[str, Any]]:
+    """The interval of each signature; those of a kind learn from each other."""
+    kinds = {signature.kind for signature, each in held_out.items() if len(each)}
+    intervals = {}
+    for kind in {signature.kind for signature in held_out}:
+        # Constants have no errors: they get what others err by.
+        alike = [s for s in held_out if s.kind == kind or kind not in kinds]
+        learned = Intervals([held_out[s] for s in alike])
+        for index, signature in enumerate(alike):
+            if signature.kind == kind:
+                intervals[signature] = learned.fit(index, spreads[signature])
+    return intervals
 
 
 def choose(data: Training, only: Iterable[str] = ()) -> Choice:
@@ -177,8 +192,9 @@ def choose(data: Training, only: Iterable[str] = ()) -> Choice:
     if chosen not in errors or _is_better(tried[best][1], tried[chosen][1]):
         chosen = best
     parameters, held_out = tried[chosen]
-    empty = HeldOut(np.empty(0), np.empty(0), np.empty(0, dtype=bool))
-    return Choice(chosen, parameters, errors, held_out if held_out is not None else empty)
+    return Choice(
+        chosen, parameters, errors, held_out if held_out is not None else nothing_held_out()
+    )
 
 
 def cross_validate(
@@ -202,7 +218,8 @@ def cross_validate(
         predicted[held] = predictor.many(data.rows[held])
     predicted = np.maximum(predicted, 1e-9)
     errors = np.abs(np.log(data.us / predicted))
-    return HeldOut(places_of(data.rows, predicted), errors, outside)
+    compositions = Composer(data.kind, data.features).many(data.rows)
+    return HeldOut(places_of(data.rows, predicted), errors, outside, compositions)
 
 
 def _folds(data: Training) -> list[Any]:

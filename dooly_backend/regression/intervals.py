@@ -1,17 +1,22 @@
 """How sure a prediction is: intervals that hold nine of ten measurements.
 
-Split conformal prediction on the errors at held-out points (cross-validation):
-an error is ``|log(measured / predicted)|``, divided by how large the errors of
-points with times like it are, since a short call scatters more than a long one.
-The 90% quantile of these scores, with the correction for a finite number of
-them, times the local scale, is the half-width. It is a table over the first
-feature (tokens, requests), or over the predicted time where there are many
-features. Signatures with few points borrow the quantile of all of their kind.
+Split conformal prediction on the errors at held-out points (cross-validation). An
+error is ``|log(measured / predicted)|``; its score is what it is divided by how
+large errors are there:
+
+- of batches composed alike (compositions.py): mixed ones err by several times as
+  much as equal decodes;
+- and near its place, the first feature (tokens, requests) or the predicted time
+  where there are many features: a short call scatters more than a long one.
+
+The half-width is that scale times the scores' 90% quantile, with the correction
+for a finite number of them. Few errors tell neither well, so both are drawn to
+what signatures of the same kind show: the scale as if `_PRIOR` errors were added,
+the quantile by counting their scores as much as `_ALIKE` of its own.
 """
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,60 +25,117 @@ from typing import Any
 import numpy as np
 
 from dooly_backend.regression.batches import Floats
+from dooly_backend.regression.compositions import COMPOSITIONS
 from dooly_backend.regression.models import Parameters, floats
 
 LEVEL = 0.9
-_FEWEST = 15  # scores whose own 90% quantile says something
 _KNOTS = 24
 _OUTSIDE = 2.0  # at the least, how much wider an interval is outside the measured range
 _UNFAMILIAR = 1.5  # how much wider for a batch composed as none was measured
+_PRIOR = 4.0  # errors that what is known of more of them counts as
+_ALIKE = 50.0  # scores that those of all other signatures of the kind count as
+_NEAR = 5  # errors beside a point that tell its scale, at the least
+_SHARE = 6  # of those of a signature, one in so many is near
+#: The mean of errors is that of their roots, squared: one kernel that switches between
+#: two points must not make the interval of all others wide.
+_ROOT = 0.5
+_WHOLE = -1  # the code of all compositions together
 
 
 @dataclass(frozen=True)
 class HeldOut:
     """Errors of one signature's chosen model at held-out points.
 
-    `places` are what errors are alike along (`places_of`); `outside` tells
-    which points lay outside the range of what the model had seen.
+    `places` are what errors are alike along (`places_of`); `outside` tells which
+    points lay outside the range of what the model had seen; `compositions` are codes.
     """
 
     places: Floats
     errors: Floats  # |log(measured / predicted)|
     outside: Any
+    compositions: Any
 
     @property
     def inside(self) -> HeldOut:
-        kept = ~self.outside
-        return HeldOut(self.places[kept], self.errors[kept], self.outside[kept])
+        return self.only(~self.outside)
+
+    def only(self, kept: Any) -> HeldOut:
+        return HeldOut(
+            self.places[kept], self.errors[kept], self.outside[kept], self.compositions[kept]
+        )
+
+    def of(self, composition: int) -> HeldOut:
+        return self if composition == _WHOLE else self.only(self.compositions == composition)
 
     def __len__(self) -> int:
         return len(self.errors)
 
 
-class Interval:
-    """The half-width in logarithms of a prediction's interval, by its place."""
+def nothing_held_out() -> HeldOut:
+    nothing = np.empty(0)
+    return HeldOut(nothing, nothing, np.empty(0, dtype=bool), np.empty(0, dtype=np.int64))
+
+
+class _Table:
+    """Half-widths along places, straight between them."""
 
     def __init__(self, parameters: Parameters) -> None:
-        """Raises KeyError, TypeError or ValueError for parameters of another shape."""
-        self._places, self._half = floats(parameters["places"], 1), floats(parameters["half"], 1)
-        if self._places.shape != self._half.shape or (np.diff(self._places) <= 0).any():
-            raise ValueError("an interval needs rising places, and a half-width for each")
-        self._outside = float(parameters["outside"])
-        self._lists = self._places.tolist(), self._half.tolist()
+        self.places, self.half = floats(parameters["places"], 1), floats(parameters["half"], 1)
+        if self.places.shape != self.half.shape or not len(self.places):
+            raise ValueError("an interval needs a half-width for each of its places")
+        if (np.diff(self.places) <= 0).any() or (self.half < 0).any():
+            raise ValueError("an interval needs rising places, and no half-width below 0")
+        self._lists = self.places.tolist(), self.half.tolist()
 
-    def many(self, places: Floats, outside: Any, unfamiliar: Any = False) -> Floats:
-        half = np.interp(places, self._places, self._half)
-        half = np.where(unfamiliar, half * _UNFAMILIAR, half)
-        return np.where(outside, np.maximum(half * _OUTSIDE, self._outside), half)
+    def many(self, places: Floats) -> Floats:
+        return np.interp(places, self.places, self.half)
 
-    def one(self, place: float, outside: bool, unfamiliar: bool = False) -> float:
+    def one(self, place: float) -> float:
         places, values = self._lists
         index = bisect_left(places, place)
         if index == 0 or index == len(places):
-            half = values[min(index, len(places) - 1)]
-        else:
-            share = (place - places[index - 1]) / (places[index] - places[index - 1])
-            half = values[index - 1] + share * (values[index] - values[index - 1])
+            return values[min(index, len(places) - 1)]
+        share = (place - places[index - 1]) / (places[index] - places[index - 1])
+        return values[index - 1] + share * (values[index] - values[index - 1])
+
+
+class Interval:
+    """The half-width in logarithms of a prediction's interval, by its place and composition."""
+
+    def __init__(self, parameters: Parameters) -> None:
+        """Raises KeyError, TypeError or ValueError for parameters of another shape.
+
+        A bundle of before compositions had tables has one for all of them.
+        """
+        self._outside = float(parameters["outside"])
+        whole = _Table(parameters)
+        tables = parameters.get("compositions", {})
+        unknown = set(tables) - set(COMPOSITIONS)
+        if unknown:
+            raise ValueError(f"there is no composition {min(unknown)!r}")
+        self._own = [
+            (code, _Table(tables[n])) for code, n in enumerate(COMPOSITIONS) if n in tables
+        ]
+        self._tables = [dict(self._own).get(code, whole) for code in range(len(COMPOSITIONS))]
+        self._whole = whole
+
+    def many(
+        self, places: Floats, outside: Any, unfamiliar: Any = False, compositions: Any = None
+    ) -> Floats:
+        """Of each place; `compositions` are codes, which kinds without any need not give."""
+        half = self._whole.many(places)
+        if compositions is not None:
+            for code, table in self._own:
+                some = compositions == code
+                if some.any():
+                    half[some] = table.many(places[some])
+        half = np.where(unfamiliar, half * _UNFAMILIAR, half)
+        return np.where(outside, np.maximum(half * _OUTSIDE, self._outside), half)
+
+    def one(
+        self, place: float, outside: bool, unfamiliar: bool = False, composition: int = 0
+    ) -> float:
+        half = self._tables[composition].one(place)
         if unfamiliar:
             half *= _UNFAMILIAR
         return max(half * _OUTSIDE, self._outside) if outside else half
@@ -89,39 +151,59 @@ def is_along_feature(features: int) -> bool:
     return 0 < features <= 2
 
 
-def pooled_scores(held_out: Sequence[HeldOut]) -> Floats:
-    """Scores of several signatures together."""
-    scores = [_scores(each.inside) for each in held_out if len(each.inside)]
-    return np.concatenate(scores) if scores else np.empty(0)
+# -- fitting --------------------------------------------------------------------
 
 
-def pooled_errors(held_out: Sequence[HeldOut]) -> Floats:
-    errors = [each.inside.errors for each in held_out]
-    return np.concatenate(errors) if errors else np.empty(0)
+class Intervals:
+    """The intervals of signatures of one kind, which learn from each other."""
 
+    def __init__(self, held_out: Sequence[HeldOut]) -> None:
+        self._inside = [each.inside for each in held_out]
+        self._held_out = list(held_out)
+        self._pooled = _pool(self._inside)
+        self._typical: dict[int, float] = {}
+        # By composition: the scores of all signatures, and whose they are.
+        self._scores: dict[int, tuple[Floats, Any]] = {}
+        for code in (_WHOLE, *np.unique(self._pooled.compositions).tolist()):
+            self._typical[code] = self._typical_of(code)
+            each = [_scores(one.of(code), self._typical[code]) for one in self._inside]
+            owners = np.repeat(np.arange(len(each)), [len(scores) for scores in each])
+            self._scores[code] = np.concatenate([np.empty(0), *each]), owners
 
-def fit_interval(held_out: HeldOut, scores: Floats, errors: Floats, noise: float) -> dict[str, Any]:
-    """A table of half-widths.
+    def _typical_of(self, composition: int) -> float:
+        """The mean root of an error; of a composition with few, drawn to that of all."""
+        roots = self._pooled.of(composition).errors ** _ROOT
+        if composition == _WHOLE:
+            return float(roots.mean()) if len(roots) else 0.0
+        return float((roots.sum() + _PRIOR * self._typical[_WHOLE]) / (len(roots) + _PRIOR))
 
-    `scores` and `errors` are those of all signatures of the kind, for a
-    signature that has few; `noise` is its relative spread between samples, for
-    where there are none at all.
-    """
-    inside = held_out.inside
-    own = _scores(inside)
-    quantile = conformal_quantile(own if len(own) >= _FEWEST else scores)
-    if len(inside) < 2:
-        typical = float(errors.mean()) if len(errors) else 0.0
-        half = max(quantile * typical, conformal_noise(noise))
-        table = [1.0], [half]
-    else:
-        scale = _scale(inside, leave_out=False)
-        places, first = np.unique(inside.places, return_index=True)
+    def fit(self, index: int, noise: float) -> dict[str, Any]:
+        """The parameters of a signature's `Interval`.
+
+        `noise` is its relative spread between samples, for where there are no errors at all.
+        """
+        own, beyond = self._inside[index], self._held_out[index]
+        table = self._table(index, own, _WHOLE)
+        if not len(own):
+            table["half"] = [max(table["half"][0], conformal_noise(noise))]
+        codes = np.unique(own.compositions).tolist()
+        errors = beyond.errors[beyond.outside]
+        outside = conformal_quantile(errors) if len(errors) >= 2 else 0.0
+        tables = {COMPOSITIONS[code]: self._table(index, own.of(code), code) for code in codes}
+        return {**table, "outside": outside, "compositions": tables if len(codes) > 1 else {}}
+
+    def _table(self, index: int, own: HeldOut, composition: int) -> dict[str, Any]:
+        scores, owners = self._scores[composition]
+        others = int((owners != index).sum())
+        weights = np.where(owners == index, 1.0, min(1.0, _ALIKE / max(others, 1)))
+        quantile = conformal_quantile(scores, weights)
+        typical = self._typical[composition]
+        if not len(own):
+            return {"places": [1.0], "half": [quantile * typical ** (1 / _ROOT)]}
+        scale = _scale(own, typical, leave_out=False)
+        places, first = np.unique(own.places, return_index=True)
         kept = np.unique(np.linspace(0, len(places) - 1, min(_KNOTS, len(places))).astype(int))
-        table = places[kept].tolist(), (quantile * scale[first][kept]).tolist()
-    beyond = held_out.errors[held_out.outside]
-    outside = conformal_quantile(beyond) if len(beyond) >= 2 else 0.0
-    return {"places": table[0], "half": table[1], "outside": outside}
+        return {"places": places[kept].tolist(), "half": (quantile * scale[first][kept]).tolist()}
 
 
 def conformal_noise(noise: float) -> float:
@@ -129,39 +211,56 @@ def conformal_noise(noise: float) -> float:
     return 1.645 * noise
 
 
-def conformal_quantile(scores: Floats, level: float = LEVEL) -> float:
+def conformal_quantile(
+    scores: Floats, weights: Floats | None = None, level: float = LEVEL
+) -> float:
     """The smallest score that the next one stays below with probability `level`.
 
-    With too few scores for that, the largest.
+    The next one counts as much as a score of weight 1. With too few scores for
+    that, the largest.
     """
     if not len(scores):
         return 0.0
-    rank = min(len(scores), math.ceil((len(scores) + 1) * level))
-    return float(np.sort(scores)[rank - 1])
+    weights = np.ones(len(scores)) if weights is None else weights
+    order = np.argsort(scores)
+    below = np.cumsum(weights[order])
+    rank = int(np.searchsorted(below, level * (below[-1] + 1.0) - 1e-9))
+    return float(scores[order][min(rank, len(scores) - 1)])
 
 
-def _scores(held_out: HeldOut) -> Floats:
+def _pool(held_out: Sequence[HeldOut]) -> HeldOut:
+    every = [nothing_held_out(), *held_out]
+    return HeldOut(
+        np.concatenate([each.places for each in every]),
+        np.concatenate([each.errors for each in every]),
+        np.concatenate([each.outside for each in every]),
+        np.concatenate([each.compositions for each in every]),
+    )
+
+
+def _scores(held_out: HeldOut, typical: float) -> Floats:
     """Errors per local scale; a point's own error does not count in its scale."""
-    if len(held_out) < 2:
-        return np.ones(len(held_out))
-    return held_out.errors / _scale(held_out, leave_out=True)
+    return held_out.errors / _scale(held_out, typical, leave_out=True)
 
 
-def _scale(held_out: HeldOut, leave_out: bool) -> Floats:
-    """Of each point, the mean error of those near its place, drawn to the mean of all."""
+def _scale(held_out: HeldOut, typical: float, leave_out: bool) -> Floats:
+    """Of each point, the mean error of those near its place.
+
+    It is drawn to the mean of all, and that to what is typical (a mean of roots).
+    """
     number = len(held_out)
-    near = min(number - 1, max(5, number // 6))
-    order = np.argsort(held_out.places)
-    errors = held_out.errors[order]
+    if not number:
+        return np.empty(0)
+    near = min(number - 1, max(_NEAR, number // _SHARE))
+    order = np.argsort(held_out.places, kind="stable")
+    roots = held_out.errors[order] ** _ROOT
+    # The window may be cut at the ends: then it lies to one side.
+    start = np.clip(np.arange(number) - near // 2, 0, number - near - 1)
+    sums = np.append(0.0, np.cumsum(roots))
+    own = roots if leave_out else 0.0
+    one = 1 if leave_out else 0
+    whole = (sums[-1] - own + _PRIOR * typical) / (number - one + _PRIOR)
+    window = sums[start + near + 1] - sums[start] - own
     scale = np.empty(number)
-    for rank in range(number):
-        # The window may be cut at the ends: then it lies to one side.
-        start = min(max(rank - near // 2, 0), number - near - 1)
-        window = errors[start : start + near + 1]
-        total, count, everything = window.sum(), len(window), errors.sum()
-        whole = number
-        if leave_out:
-            total, count = total - errors[rank], count - 1
-            everything, whole = everything - errors[rank], number - 1
-        scale[order[rank]] = (total + 2 * everything / whole) / (count + 2)
+    scale[order] = ((window + _PRIOR * whole) / (near + 1 - one + _PRIOR)) ** (1 / _ROOT)
     return np.maximum(scale, 1e-6)

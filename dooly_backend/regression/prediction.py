@@ -10,6 +10,7 @@ import numpy as np
 
 from dooly_backend.errors import InputError
 from dooly_backend.regression.batches import BatchArray, Columns, Floats, as_array
+from dooly_backend.regression.compositions import Composer
 from dooly_backend.regression.domain import Domain
 from dooly_backend.regression.features import Facts, Feature, matrix, point_matrix
 from dooly_backend.regression.intervals import Interval, is_along_feature, places_of
@@ -50,6 +51,7 @@ class SignaturePredictor:
         self._names = tuple(feature.name for feature in features)
         self._predictor, self._domain, self._interval = predictor, domain, interval
         self._along = is_along_feature(len(self._names))
+        self._composer = Composer(kind, self._names)
 
     @property
     def feature_names(self) -> tuple[str, ...]:
@@ -79,15 +81,17 @@ class SignaturePredictor:
         us = self._predictor.one(row)
         outside = self._domain.is_outside(row)
         place = row[0] if self._along else us
-        factor = math.exp(self._interval.one(place, outside, self._domain.is_unfamiliar(row)))
+        unfamiliar, composition = self._domain.is_unfamiliar(row), self._composer.one(row)
+        factor = math.exp(self._interval.one(place, outside, unfamiliar, composition))
         return Prediction(us, us / factor, us * factor, outside)
 
     def predict_rows(self, rows: Floats) -> Prediction:
         """From a row for each batch, a column for each feature."""
         outside = self._domain.outside(rows)
         us = self._predictor.many(rows)
-        unfamiliar = self._domain.unfamiliar(rows)
-        factor = np.exp(self._interval.many(places_of(rows, us), outside, unfamiliar))
+        unfamiliar, compositions = self._domain.unfamiliar(rows), self._composer.many(rows)
+        half = self._interval.many(places_of(rows, us), outside, unfamiliar, compositions)
+        factor = np.exp(half)
         return Prediction(us, us / factor, us * factor, outside)
 
     def times(self, rows: Floats) -> Floats:
