@@ -21,7 +21,7 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby, islice, pairwise
+from itertools import groupby, pairwise
 
 from dooly_backend.config import AdaptiveSweep
 from dooly_backend.database.records import Measurement, Signature
@@ -52,6 +52,8 @@ SHORTEST_US = 5.0
 FIRST_DEPTHS = 3
 #: Uncertainty where all predictions agree: the widest gaps are checked first.
 SMALLEST = 1e-6
+#: New sizes of a plane that must have been predicted well, not only new depths of known ones.
+NEW_SIZES = 2
 #: Scattered batches are checks of how batches combine: fewer of them are allowed.
 SCATTERED_SHARE = 4
 
@@ -77,8 +79,8 @@ class Evidence:
     def error(self, index: int, without: frozenset[str] = frozenset()) -> float | None:
         """Relative error of the measurement at `index` as predicted from those before it.
 
-        Only what exceeds the distance of the samples' quartiles counts: within
-        it more points tell nothing. None where no prediction is possible.
+        Only what exceeds the uncertainty of the median counts: within it more
+        points tell nothing. None where no prediction is possible.
         """
         measured = self.measurements[index]
         predicted = self._predicted(self.measurements[:index], measured.point, without)
@@ -170,12 +172,22 @@ def most_points(signature: Signature, sweep: AdaptiveSweep, engine: Engine) -> i
     return sum(need.at_most for need in needs(Evidence(signature, (), frozenset(), engine), sweep))
 
 
-def held_out_errors(evidence: Evidence, family: Family, most: int) -> list[float]:
-    """Errors of the last points of a family, newest first, each predicted before it was measured.
+@dataclass(frozen=True)
+class HeldOutError:
+    """How far a point was from what was predicted before it was measured, relative to it.
 
-    At most `most`, and none from before the measured range last grew: a point
-    outside of what was measured is not predicted but continued. The first
-    points of a size are chosen together: they count as one, by their mean.
+    The first points of a new size are chosen together: they count as one, by their mean.
+    """
+
+    error: float
+    new_size: bool
+
+
+def held_out_errors(evidence: Evidence, family: Family) -> list[HeldOutError]:
+    """Errors of the points of a family, newest first.
+
+    None is from before the measured range last grew: a point outside of what was
+    measured is not predicted but continued.
     """
     errors: list[tuple[int | None, float]] = []
     for index in reversed(range(len(evidence.measurements))):
@@ -192,8 +204,10 @@ def held_out_errors(evidence: Evidence, family: Family, most: int) -> list[float
         if error is not None:
             errors.append((line, error))
     groups = groupby(enumerate(errors), key=lambda item: (item[1][0], item[1][0] or -item[0]))
-    means = (statistics.fmean(error for _, (_, error) in group) for _, group in groups)
-    return list(islice(means, most))
+    return [
+        HeldOutError(statistics.fmean(error for _, (_, error) in group), key[0] is not None)
+        for key, group in groups
+    ]
 
 
 def _need(evidence: Evidence, family: Family, sweep: AdaptiveSweep) -> Need | None:
@@ -206,17 +220,28 @@ def _need(evidence: Evidence, family: Family, sweep: AdaptiveSweep) -> Need | No
         inside = sum(1 for p in _places(family, evidence) if family.holds(p))
     else:
         most, inside = max(sweep.held_out, sweep.points // SCATTERED_SHARE), count
-    errors = held_out_errors(evidence, family, sweep.held_out)
     if inside >= most:
         return None
-    if len(errors) == sweep.held_out and statistics.fmean(errors) <= sweep.target:
-        return None
-    if isinstance(family, Plane):
-        candidates = _refining(evidence, family)
-    else:
-        candidates = _next_scattered(evidence, family.batch)
+    errors = held_out_errors(evidence, family)
+    is_met = _are_small(errors, sweep.held_out, sweep.target)
+    candidates: list[Candidate] = []
+    if not isinstance(family, Plane):
+        candidates += [] if is_met else _next_scattered(evidence, family.batch)
+    elif not is_met:
+        candidates += [*_new_depths(evidence, family), *_new_sizes(evidence, family)]
+    elif not family.is_curve:
+        # Depths of known sizes, well predicted from one another, say nothing of other sizes.
+        sizes = [error for error in errors if error.new_size]
+        if not _are_small(sizes, NEW_SIZES, sweep.target):
+            candidates += _new_sizes(evidence, family)
     ordered = sorted(candidates, key=lambda candidate: -candidate.score)
     return Need(family.name, tuple(ordered), most - inside) if ordered else None
+
+
+def _are_small(errors: Sequence[HeldOutError], count: int, target: float) -> bool:
+    """Whether the mean of the newest `count` meets the target; not while there are fewer."""
+    newest = [each.error for each in errors[:count]]
+    return len(newest) == count and statistics.fmean(newest) <= target
 
 
 # -- planes ---------------------------------------------------------------------
@@ -242,36 +267,48 @@ def _starting(evidence: Evidence, plane: Plane) -> Iterator[Candidate]:
             yield Candidate(points, float("inf"))
 
 
-def _refining(evidence: Evidence, plane: Plane) -> Iterator[Candidate]:
-    """The middle of every gap, along each size's depths and between sizes."""
-    lines: dict[int, list[int]] = {}
-    for size, depth in sorted(_places(plane, evidence)):
-        lines.setdefault(size, []).append(depth)
-    sizes = list(lines)
-
-    def time(size: int, depth: int) -> float:
-        return evidence.now(plane.point((size, depth))) or 0.0
-
+def _new_depths(evidence: Evidence, plane: Plane) -> Iterator[Candidate]:
+    """The middle of every gap along each size's depths."""
+    lines = _lines(plane, evidence)
     for size, depths in lines.items():
         across = plane.depths(size)
-        along = {depth: time(size, depth) for depth in depths}
+        along = {depth: _now(evidence, plane, (size, depth)) for depth in depths}
         for low, high in pairwise(depths):
             middle = across.between(low, high)
             if middle is not None and plane.holds((size, middle)):
-                weight = _line_share(size, sizes, plane.sizes) * across.share(low, high)
+                weight = _line_share(size, list(lines), plane.sizes) * across.share(low, high)
                 score = weight * disagreement(along, low, high, middle)
                 yield from _unsettled(evidence, [plane.point((size, middle))], score)
+
+
+def _new_sizes(evidence: Evidence, plane: Plane) -> Iterator[Candidate]:
+    """The middle of every gap between sizes, at a few depths."""
+    sizes = list(_lines(plane, evidence))
     for low, high in pairwise(sizes):
         middle = plane.sizes.between(low, high)
         if middle is None or not plane.sizes.low <= middle <= plane.sizes.high:
             continue
         chosen = _few(plane.depths(middle).rungs())
         score = plane.sizes.share(low, high) * statistics.fmean(
-            disagreement({size: time(size, depth) for size in sizes}, low, high, middle)
+            disagreement(
+                {size: _now(evidence, plane, (size, depth)) for size in sizes}, low, high, middle
+            )
             for depth in chosen
         )
         targets = [plane.point((middle, depth)) for depth in chosen]
         yield from _unsettled(evidence, targets, score / len(targets))
+
+
+def _lines(plane: Plane, evidence: Evidence) -> dict[int, list[int]]:
+    """The measured depths by size, both rising."""
+    lines: dict[int, list[int]] = {}
+    for size, depth in sorted(_places(plane, evidence)):
+        lines.setdefault(size, []).append(depth)
+    return lines
+
+
+def _now(evidence: Evidence, plane: Plane, place: Place) -> float:
+    return evidence.now(plane.point(place)) or 0.0
 
 
 def disagreement(times: Mapping[int, float], low: int, high: int, middle: int) -> float:
@@ -380,11 +417,16 @@ def _next_scattered(evidence: Evidence, batch: Callable[[int], Batch]) -> Iterat
 
 
 def _noise_us(measurement: Measurement) -> float:
-    """Distance between the quartiles of the samples."""
-    if len(measurement.samples_us) < 2:
+    """Two standard errors of the median, from the distance between the samples' quartiles.
+
+    Of a normal distribution that distance is 1.35 standard deviations, and the
+    median's standard error 1.25 of them over the root of the number of samples.
+    """
+    count = len(measurement.samples_us)
+    if count < 2:
         return 0.0
     lower, _, upper = statistics.quantiles(measurement.samples_us, n=4, method="inclusive")
-    return upper - lower
+    return 2 * 1.25 * (upper - lower) / 1.35 / math.sqrt(count)
 
 
 def _number(candidates: Iterable[Candidate]) -> int:

@@ -37,6 +37,11 @@ class Plane:
     point: Callable[[Place], WorkloadPoint]
     place: Callable[[WorkloadPoint], Place | None]  # None: of another family
 
+    @property
+    def is_curve(self) -> bool:
+        """Whether only the size counts."""
+        return all(self.depths(size).high == 0 for size in (self.sizes.low, self.sizes.high))
+
     def owns(self, point: WorkloadPoint) -> bool:
         return self.place(point) is not None
 
