@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import chain
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -203,12 +203,16 @@ def load_sweep(name_or_path: str) -> Grid | AdaptiveSweep:
     other is a grid of its own.
     """
     path = description_path("sweep", name_or_path)
-    values = read_yaml(path)
+    return sweep_of(read_yaml(path), str(path))
+
+
+def sweep_of(values: dict[str, Any], where: str) -> Grid | AdaptiveSweep:
+    """The sweep that a description's `values` mean; `where` they are from. Raises InputError."""
     if "target" in values:
-        return validated(AdaptiveSweep, values, str(path))
+        return validated(AdaptiveSweep, values, where)
     if "rule" in values:
-        return validated(VidurSweep, values, str(path))
-    return validated(Sweep, values, str(path))
+        return validated(VidurSweep, values, where)
+    return validated(Sweep, values, where)
 
 
 def load_grid(name_or_path: str) -> Grid:

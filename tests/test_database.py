@@ -149,6 +149,21 @@ def test_replace_takes_the_new_measurement(database: Database) -> None:
     assert database.measurements(LINEAR.hash, environment_id) == [at("tokens=8", 2.0, 3.0)]
 
 
+def test_what_a_measurement_cost_is_kept_and_grows(database: Database) -> None:
+    ids = store(database, {LINEAR: [at("tokens=16", 10.0)]})
+    costly = replace(at("tokens=32", 18.0), timing_us=250.0)
+    database.record(LINEAR, ids[1], costly, ids[0])
+    assert database.timing_us(ids[1]) == {(LINEAR.hash, "tokens=32"): 250.0}
+    database.add_timing(LINEAR.hash, ids[1], costly.point, 500.0)
+    database.add_timing(LINEAR.hash, ids[1], at("tokens=16").point, 30.0)  # since somebody looks
+    found = {(LINEAR.hash, "tokens=32"): 750.0, (LINEAR.hash, "tokens=16"): 30.0}
+    assert database.timing_us(ids[1]) == found
+    database.record(LINEAR, ids[1], at("tokens=32", 5.0), replace=True)  # nobody looked
+    database.record(LINEAR, ids[1], replace(costly, samples_us=(7.0,)))  # known: left out
+    assert database.timing_us(ids[1]) == {(LINEAR.hash, "tokens=16"): 30.0}
+    assert [m.samples_us for m in database.measurements(LINEAR.hash, ids[1])] == [(10.0,), (5.0,)]
+
+
 def test_environments_do_not_share_measurements(database: Database) -> None:
     here, there = database.add_environment(H200), database.add_environment(CPU)
     database.record(LINEAR, here, at("tokens=8", 1.0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -251,3 +252,25 @@ def test_inputs_are_put_in_place_ahead_of_the_predecessor_or_behind_it(inputs_ag
     measurements(script, Regime(repeats=2, warmups=0), Subject(called, ahead, like))
     assert script.events == ["flush", "c", "pass by", "b", "time a"] * 2
     assert seen == [[0.0, 0.0], [0.0, 0.0] if inputs_age else [1.0, 1.0]]
+
+
+def test_a_measurement_tells_what_all_its_samples_took() -> None:
+    """Those that are taken again, rounds that are not kept, warm-ups, and calls around it."""
+    pause = 0.002
+    calls: list[str] = []
+
+    def slow(name: str) -> CapturedCall:
+        def run() -> None:
+            calls.append(name)
+            time.sleep(pause)
+
+        return call(name, run)
+
+    script = Script([-1.0, 1.0, 1.0, 9.0, 1.0, 1.0, 1.0])  # disturbed; a round far apart
+    regime = Regime(repeats=2, warmups=1, rounds=2)
+    (found,) = measurements(script, regime, Subject(slow("a"), slow("p"), slow("s")))
+    assert found.samples_us == (1.0, 1.0)
+    assert calls.count("a") == 4 + 3
+    assert found.timing_us is not None
+    assert found.timing_us >= 3 * 7 * pause * 1e6
+    assert found == Measurement(POINT, (1.0, 1.0))  # what it cost is no part of what it says

@@ -143,6 +143,22 @@ def test_nothing_is_lost_and_samples_stay_raw(make: Make) -> None:
         assert [run.facts for run in database.runs(qwen, here)] == [{"load": 2}]
 
 
+def test_what_a_measurement_cost_goes_where_it_goes(make: Make, tmp_path: Path) -> None:
+    """The stable measurement stays with its cost; of equal ones, the one whose cost is known."""
+
+    def costing(us: float | None, unstable: bool = False) -> Callable[[Database], object]:
+        points = [replace(at("tokens=8", 4.0, unstable=unstable), timing_us=us)]
+        return lambda database: store(database, {LINEAR: points})
+
+    stable, worse = make("a.db", costing(100.0)), make("b.db", costing(900.0, unstable=True))
+    unknown = make("c.db", costing(None))
+    for name, sources in enumerate(itertools.permutations([stable, worse, unknown])):
+        merge(tmp_path / f"{name}.db", sources)
+        with Database.open(tmp_path / f"{name}.db", read_only=True) as database:
+            assert database.timing_us(1) == {(LINEAR.hash, "tokens=8"): 100.0}
+        assert check_file(tmp_path / f"{name}.db").ok
+
+
 def test_graphs_of_two_environments_are_kept_apart(make: Make) -> None:
     other = [replace(OCCURRENCES[1], position=0, signature=signature("OtherKernels"))]
     a = make("a.db", lambda db: store(db, {}))

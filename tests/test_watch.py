@@ -119,6 +119,28 @@ class Read(GpuWatch):
         return 1755.0, 71.0, self._bits
 
 
+@pytest.mark.parametrize(
+    ("visible", "asked"), [(None, "0"), ("1", "1"), (" 3,1", "3"), ("GPU-8a", "GPU-8a"), ("", "0")]
+)
+def test_the_device_is_the_one_that_this_process_sees(
+    visible: str | None, asked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver counts all devices of a host, whatever CUDA shows."""
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    commands: list[list[str]] = []
+
+    def answer(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 0, "1980, 64, 0x0000000000000004\n")
+
+    monkeypatch.setattr(module.subprocess, "run", answer)
+    assert watch_for(H200).end().clock_mhz == 1980.0
+    assert commands[0][-1] == f"--id={asked}"
+
+
 def test_heat_is_suspicious_and_a_power_cap_is_not() -> None:
     capped = Read(0x4 | 0x1).end()
     assert (capped.clock_mhz, capped.temperature_c) == (1755.0, 71.0)
@@ -179,6 +201,23 @@ def test_where_everything_is_suspicious_nothing_is_repeated() -> None:
         assert found["a", POINT].unstable
     assert run.again == 3
     assert len(run.seen) == 12
+
+
+def test_what_is_measured_again_costs_both_times() -> None:
+    def slowly() -> dict[tuple[str, WorkloadPoint], Measurement]:
+        time.sleep(0.02)
+        return {("a", POINT): Measurement(POINT, (1.0, 2.0), timing_us=5000.0)}
+
+    run = WatchedRun(Told("hot", None, None), about={"sweep": {"name": "gpu"}})
+    again = run.measure(slowly)
+    once = run.measure(slowly)
+    assert not isinstance(again, str)
+    assert not isinstance(once, str)
+    assert (again["a", POINT].timing_us, once["a", POINT].timing_us) == (10_000.0, 5000.0)
+    facts = run.conditions().facts
+    assert facts["sweep"] == {"name": "gpu"}
+    assert facts["seconds"]["timing"] == 0.015
+    assert facts["seconds"]["setup"] >= 3 * 0.015
 
 
 def test_a_reason_for_no_measurement_is_passed_on() -> None:

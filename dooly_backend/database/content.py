@@ -46,6 +46,7 @@ TABLES = (
     Table("occurrence", ("configuration_id", "environment_id", "position"), _PLACE),
     Table("measurement", _POINT_KEY, _POINT),
     Table("inherited", _POINT_KEY, _POINT | {"source_id": "environment"}),
+    Table("measurement_cost", _POINT_KEY, _POINT),
     Table("skipped_point", _POINT_KEY, _POINT),
     Table(
         "step_measurement", ("configuration_id", "environment_id", "batch", "num_layers"), _PLACE

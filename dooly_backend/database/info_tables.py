@@ -106,13 +106,20 @@ _RANGES = (
 )
 
 
+#: Parts of a run, in order: starting the engine, tracing, finding what runs alone, capturing
+#: steps, taking samples, all else.
+_PARTS = ("boot", "trace", "resolve", "setup", "timing", "rest")
+
+
 def _run_table(info: DatabaseInfo) -> Table:
     """A row for each run; ranges are smallest, median and largest."""
     shown = [(key, head) for key, head in _RANGES if any(key in r.run.facts for r in info.runs)]
     is_slowed = any(r.run.facts.get("throttled") for r in info.runs)
+    has_seconds = any(r.run.facts.get("seconds") for r in info.runs)
     table = _table(
         "\nRuns (of clock, temperature and load: smallest, median, largest)",
-        "began, UTC", "configuration", "environment", "steps", *(head for _, head in shown),
+        "began, UTC", "configuration", "environment", "steps",
+        *([f"seconds: {' / '.join(_PARTS)}"] if has_seconds else []), *(head for _, head in shown),
         *(["slowed down by"] if is_slowed else []),
     )  # fmt: skip
     for item in info.runs:
@@ -125,10 +132,17 @@ def _run_table(info: DatabaseInfo) -> Table:
             str(item.configuration_id),
             str(item.environment_id),
             steps,
+            *([_seconds(facts)] if has_seconds else []),
             *(" / ".join(f"{value:g}" for value in facts.get(key, ())) or "-" for key, _ in shown),
             *([_slowed(facts)] if is_slowed else []),
         )
     return table
+
+
+def _seconds(facts: Mapping[str, Any]) -> str:
+    """What the parts of a run took; "-" for what nobody looked at."""
+    seconds = facts.get("seconds") or {}
+    return " / ".join(f"{seconds[part]:.1f}" if part in seconds else "-" for part in _PARTS)
 
 
 def _slowed(facts: Mapping[str, Any]) -> Text:

@@ -74,13 +74,17 @@ def _earliest(column: str) -> Rank:
 
 
 def _of_point(body: Body) -> tuple[Any, ...]:
-    """Measured here, before taken over, before skipped; then stable, more samples, earlier."""
+    """Measured here, before taken over, before skipped; then stable, more samples, earlier.
+
+    Of equal ones the one whose cost is known.
+    """
     measured = body.of("measurement")
     if not measured:
-        return (0, 0, 0, _Reversed(""))
+        return (0, 0, 0, _Reversed(""), False)
     (row,) = measured
     level = 1 if body.of("inherited") else 2
-    return (level, 1 - row["unstable"], row["n"], _Reversed(row["measured_at"]))
+    known = bool(body.of("measurement_cost"))
+    return (level, 1 - row["unstable"], row["n"], _Reversed(row["measured_at"]), known)
 
 
 def _of_steps(body: Body) -> tuple[Any, ...]:
@@ -110,6 +114,7 @@ def _latest_end(body: Body) -> tuple[Any, ...]:
 
 _POINT_KEY = ("signature", "environment_id", "point_id")
 _PLACE_KEY = ("configuration_id", "environment_id")
+_OF_POINT = ("measurement", "inherited", "measurement_cost", "skipped_point")
 
 #: Parents first.
 UNITS = (
@@ -118,7 +123,7 @@ UNITS = (
     Unit("signature", ("signature",), ("hash",)),
     Unit("workload point", ("workload_point",), ("key",)),
     Unit("call graph", ("occurrence",), _PLACE_KEY),
-    Unit("point", ("measurement", "inherited", "skipped_point"), _POINT_KEY, _of_point),
+    Unit("point", _OF_POINT, _POINT_KEY, _of_point),
     Unit("steps", ("step_measurement", "step_cost"), _PLACE_KEY, _of_steps),
     Unit("steps in a row", ("stream_step", "host_step", "stream_cost"), _PLACE_KEY, _of_stream),
     Unit("clock", ("clock_row",), (*_PLACE_KEY, "num_layers"), _of_clock),

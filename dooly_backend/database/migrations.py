@@ -21,6 +21,7 @@ from dooly_backend.database.schema_changes import (
     KV_CAPACITY,
     RUN_CONDITIONS,
     STREAM_STEPS,
+    TIMING,
     WORKERS,
 )
 
@@ -101,6 +102,13 @@ def m008_stream_steps(db: sqlite_utils.Database) -> None:
 def m009_clock(db: sqlite_utils.Database) -> None:
     """How a device's clock gives way under load."""
     for statement in CLOCK_STEPS:
+        db.execute(statement)
+
+
+@MIGRATIONS()
+def m010_timing(db: sqlite_utils.Database) -> None:
+    """What measurements cost."""
+    for statement in TIMING:
         db.execute(statement)
 
 

@@ -182,11 +182,18 @@ class Occurrence:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Samples of one signature at one point in one environment, in microseconds."""
+    """Samples of one signature at one point in one environment, in microseconds.
+
+    `timing_us` is for how long taking them held the device, with warm-ups, rounds that
+    were not kept, and what ran around each call. It is the cost of a measurement and no
+    part of what it says: None where nobody looked, and in what is read back
+    (`Database.timing_us`).
+    """
 
     point: WorkloadPoint
     samples_us: tuple[float, ...]
     unstable: bool = False  # the spread stayed too large after measuring again
+    timing_us: float | None = field(default=None, compare=False)
 
     @cached_property
     def median_us(self) -> float:

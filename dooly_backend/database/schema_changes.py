@@ -241,6 +241,21 @@ CREATE TABLE stream_cost (
 )""",
 )
 
+TIMING: tuple[str, ...] = (
+    """\
+CREATE TABLE measurement_cost (
+    -- For how long taking a measurement's samples held the device: warm-ups, rounds that were not
+    -- kept, and what ran around each call included. Not known of measurements without a row.
+    signature      TEXT NOT NULL,
+    environment_id INTEGER NOT NULL,
+    point_id       INTEGER NOT NULL,
+    timing_us      REAL NOT NULL CHECK (timing_us >= 0),
+    PRIMARY KEY (signature, environment_id, point_id),
+    FOREIGN KEY (signature, environment_id, point_id)
+        REFERENCES measurement (signature, environment_id, point_id) ON DELETE CASCADE
+)""",
+)
+
 CLOCK_STEPS: tuple[str, ...] = (
     """\
 CREATE TABLE clock_row (

@@ -117,6 +117,14 @@ class Database(PlaceStore):
         with self.writing():
             return self._record(signature, environment_id, measurement, configuration_id, replace)
 
+    def add_timing(
+        self, signature_hash: str, environment_id: int, point: WorkloadPoint, us: float
+    ) -> None:
+        """Add to what a measured point cost: it was timed again, and its samples stay."""
+        with self.writing():
+            key = {"signature": signature_hash, "environment_id": environment_id}
+            self._add_cost(key | {"point_id": self._id("workload_point", "key", point.key)}, us)
+
     def record_all(
         self,
         signature: Signature,
@@ -216,6 +224,16 @@ class Database(PlaceStore):
             )
             return [rows.measurement_of(row) for row in found]
 
+    def timing_us(self, environment_id: int) -> dict[tuple[str, str], float]:
+        """What measurements cost, microseconds of the device, by signature and point."""
+        with self.reading():
+            found = self._execute(
+                "SELECT c.signature, p.key, c.timing_us FROM measurement_cost AS c"
+                " JOIN workload_point AS p ON p.id = c.point_id WHERE c.environment_id = ?",
+                (environment_id,),
+            )
+            return {(row["signature"], row["key"]): row["timing_us"] for row in found}
+
     def skipped(self, signature_hash: str, environment_id: int) -> list[SkippedPoint]:
         """The points of a signature that cannot run in this environment."""
         with self.reading():
@@ -276,7 +294,17 @@ class Database(PlaceStore):
         self._delete("skipped_point", key)
         columns |= key | {"configuration_id": configuration_id}
         self._execute(insertion("measurement", columns), columns)
+        if measurement.timing_us is not None:
+            self._add_cost(key, measurement.timing_us)
         return True
+
+    def _add_cost(self, key: dict, us: float) -> None:
+        conflict = (
+            "(signature, environment_id, point_id)"
+            " DO UPDATE SET timing_us = timing_us + excluded.timing_us"
+        )
+        columns = key | {"timing_us": float(us)}
+        self._execute(insertion("measurement_cost", columns, conflict), columns)
 
     def _settle(self, signature: Signature, environment_id: int, point: WorkloadPoint) -> dict:
         """The key of a (signature, environment, point), with its parents added."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from dooly_backend.config import RunOptions
 from dooly_backend.engines.base import CapturedCall, Engine
 from dooly_backend.errors import InputError
@@ -16,7 +18,10 @@ def boot(options: RunOptions) -> Engine:
     it is not installed or refuses the configuration.
     """
     if options.engine == "vllm":
+        began = time.monotonic()
         from dooly_backend.engines.vllm import VllmEngine
 
-        return VllmEngine.boot(options)
+        engine = VllmEngine.boot(options)
+        engine.boot_s = time.monotonic() - began
+        return engine
     raise InputError(f"unknown engine {options.engine!r}: use vllm")

@@ -89,6 +89,8 @@ class Engine(ABC):
     max_num_tokens: int
     max_num_reqs: int
     vocab_size: int
+    #: Seconds that starting it took, its import included; None where nobody looked.
+    boot_s: float | None = None
 
     @property
     @abstractmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -94,11 +95,13 @@ def measure(
 
     Keys are (signature hash, point). Times are microseconds. `calls` are all
     captured calls of the step; where it is a large one, a GPU is kept at work with
-    the heaviest of them ahead of every sample.
+    the heaviest of them ahead of every sample. What a subject's samples took in all,
+    those that are not kept included, is its measurement's `timing_us`.
     """
     filler = _Filler(engine, timer, calls)
     arguments = {key: _Arguments(subject.call) for key, subject in subjects.items()}
     settled: dict[WorkloadPointKey, list[Sample]] = {}
+    took_us = dict.fromkeys(subjects, 0.0)
     pending = list(subjects)
     for round_number in range(regime.rounds):
         fresh: dict[WorkloadPointKey, list[Sample]] = {key: [] for key in pending}
@@ -107,9 +110,11 @@ def measure(
             for key in pending:
                 if len(fresh[key]) >= regime.samples(quickest.get(key, 0.0)):
                     continue
+                began = time.perf_counter_ns()
                 sample = _sample(
                     engine, timer, subjects[key], arguments[key], regime.attempts, filler
                 )
+                took_us[key] += (time.perf_counter_ns() - began) / 1000
                 quickest[key] = min(sample.us, quickest.get(key, sample.us))
                 if turn >= regime.warmups:
                     fresh[key].append(sample)
@@ -120,7 +125,7 @@ def measure(
         if not pending or round_number == regime.rounds - 1 or not timer.is_calm:
             break
     return {
-        key: Measurement(key[1], tuple(s.us for s in samples), unstable=key in pending)
+        key: Measurement(key[1], tuple(s.us for s in samples), key in pending, took_us[key])
         for key, samples in settled.items()
     }
 

@@ -31,12 +31,21 @@ ARCHITECTURE_FIELDS = (
 
 @dataclass(frozen=True)
 class Item:
-    """One signature that a configuration runs, with the points of the sweep and their cost."""
+    """One signature that a configuration runs, with the points of the sweep and their cost.
+
+    Where `point` is its key, one of these points alone: two configurations may
+    want other points of one signature.
+    """
 
     signature: str
     group: str  # "attention", "linear", "moe", "other"
     points: int
     seconds: float
+    point: str = ""
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.signature, self.point
 
 
 @dataclass(frozen=True)
@@ -89,11 +98,11 @@ def architecture(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 
 def dooly(corpus: Sequence[Workload]) -> list[list[Item]]:
     """A signature is measured once, whichever configuration runs it first."""
-    known: set[str] = set()
+    known: set[tuple[str, str]] = set()
     work = []
     for workload in corpus:
-        fresh = [item for item in _unique(workload) if item.signature not in known]
-        known |= {item.signature for item in fresh}
+        fresh = [item for item in _unique(workload) if item.key not in known]
+        known |= {item.key for item in fresh}
         work.append(fresh)
     return work
 
@@ -108,8 +117,10 @@ PLANNERS: Mapping[str, Callable[[Sequence[Workload]], list[list[Item]]]] = {
 
 def cost(work: Sequence[Sequence[Item]], group: str | None = None) -> Cost:
     """The sum over the configurations of a plan, of one group or of all."""
-    items = [item for items in work for item in items if group in (None, item.group)]
-    return Cost(len(items), sum(item.points for item in items), sum(item.seconds for item in items))
+    chosen = [[item for item in items if group in (None, item.group)] for items in work]
+    signatures = sum(len({item.signature for item in items}) for items in chosen)
+    items = [item for items in chosen for item in items]
+    return Cost(signatures, sum(item.points for item in items), sum(item.seconds for item in items))
 
 
 def group_of(name: str, kind: str) -> str:
@@ -124,7 +135,7 @@ def group_of(name: str, kind: str) -> str:
 
 
 def _unique(workload: Workload) -> list[Item]:
-    return list({item.signature: item for item in workload.items}.values())
+    return list({item.key: item for item in workload.items}.values())
 
 
 def _by_configuration(

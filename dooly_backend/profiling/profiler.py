@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from dooly_backend.config import AdaptiveSweep, Grid
 from dooly_backend.database import Database
@@ -38,9 +39,9 @@ from dooly_backend.profiling.reuse import Reused, reused
 from dooly_backend.profiling.rounds import Work, doubted_work, next_work
 from dooly_backend.profiling.sharing import Sharing
 from dooly_backend.profiling.steps import measure_steps, refit_steps
-from dooly_backend.profiling.sweep import record_limits
-from dooly_backend.profiling.timer import Timer, quiet_process, timer_for
-from dooly_backend.profiling.watch import Found, WatchedRun, watch_for
+from dooly_backend.profiling.sweep import LIMITS, record_limits
+from dooly_backend.profiling.timer import Timer, quiet_process, timed, timer_for
+from dooly_backend.profiling.watch import Found, WatchedRun, watch_for, with_cost
 from dooly_backend.tracing.trace import Trace
 from dooly_backend.tracing.tracer import trace_model
 from dooly_backend.workload import Batch, WorkloadPoint
@@ -81,17 +82,21 @@ def profile(
     """Trace the engine's model, skip what `database` knows, measure the rest.
 
     Every point is committed as soon as it is measured: a run that is killed
-    goes on where it stopped. `confirm_from` is the row id of an environment from
-    which points are taken over where few of them have not moved by more than
-    `tolerance`.
+    goes on where it stopped. The run's row (`RunConditions`) tells what it was for and
+    what its parts took, also of a first run that finds everything known.
+    `confirm_from` is the row id of an environment from which points are taken over
+    where few of them have not moved by more than `tolerance`.
     """
     start = time.perf_counter()
     progress = progress or Silent()
     progress.phase("tracing")
+    seconds = {} if engine.boot_s is None else {"boot": engine.boot_s}
     with device_lock(engine.device, lambda: progress.phase("waiting for the device")):
-        trace = trace_model(engine)
+        with timed(seconds, "trace"):
+            trace = trace_model(engine)
         progress.phase("finding what runs alone")
-        runnable = resolve(trace, engine)
+        with timed(seconds, "resolve"):
+            runnable = resolve(trace, engine)
     signed = signatures(trace, runnable, engine)
     environment_id = database.add_environment(engine.environment)
     graph = occurrences(engine, signed)
@@ -109,7 +114,9 @@ def profile(
         by_hash = {signature.hash: signature for signature in signed.values()}
         run = Run(
             engine, timer, database, ids, signed, by_hash, regime or Regime(), progress, sharing,
-            WatchedRun(watch_for(engine.environment)),
+            WatchedRun(
+                watch_for(engine.environment), about=purpose(engine, sweep), seconds=seconds
+            ),
         )  # fmt: skip
         done = Done()
         confirmation = None
@@ -120,6 +127,7 @@ def profile(
                 lambda work: measure_work(run, work, done), tolerance,
             )  # fmt: skip
         run_sweep(run, sweep, done)
+        _record_complete(run)
 
         def not_measured() -> dict[Collective, list[WorkloadPoint]]:
             return missing_points(calls, database, environment_id, sweep, engine)
@@ -171,6 +179,23 @@ def profile(
         reasons=reasons,
         confirmation=confirmation,
     )
+
+
+def purpose(engine: Engine, sweep: Grid | AdaptiveSweep) -> dict[str, Any]:
+    """Facts of a run: its sweep, and the engine's limits, within which the sweep's points lie."""
+    return {
+        "sweep": sweep.model_dump(mode="json", exclude_none=True),
+        "limits": {name: getattr(engine, name) for name in LIMITS},
+    }
+
+
+def _record_complete(run: Run) -> None:
+    """Mark the run as one after which its sweep is known; one that measured nothing only once."""
+    earlier = (r.facts for r in run.database.runs(*run.ids))
+    same = run.watched.about | {"complete": True}
+    if run.watched.seen or not any(same.items() <= facts.items() for facts in earlier):
+        run.watched.about["complete"] = True
+        run.database.record_run(*run.ids, run.watched.conditions())
 
 
 def _record_capacity(engine: Engine, database: Database, ids: tuple[int, int]) -> None:
@@ -271,9 +296,12 @@ def measure_doubted(
         for key, before in earlier.items():
             if found[key].median_us < before.median_us:
                 done.unstable += found[key].unstable - before.unstable
+                quicker = with_cost(found[key], before)
                 run.database.record(
-                    run.by_hash[key[0]], environment_id, found[key], configuration_id, replace=True
+                    run.by_hash[key[0]], environment_id, quicker, configuration_id, replace=True
                 )
+            else:
+                run.database.add_timing(key[0], environment_id, key[1], found[key].timing_us or 0.0)
 
 
 def measure_batch(

@@ -12,6 +12,8 @@ from dooly_backend.database.records import BEYOND_LIMITS, Signature
 from dooly_backend.engines import Engine
 from dooly_backend.workload import Batch, Request, WorkloadPoint
 
+#: What bounds the points of a sweep, by its name in an Engine.
+LIMITS = ("max_num_tokens", "max_num_reqs", "max_request_len")
 #: Context of the decodes that show a number of requests; it does not matter to their time.
 _CONTEXT = 64
 

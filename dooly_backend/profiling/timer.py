@@ -149,6 +149,16 @@ def last_level_cache(default: int = 32 << 20) -> int:
 
 
 @contextmanager
+def timed(seconds: dict[str, float], part: str) -> Iterator[None]:
+    """Write into `seconds` for how many the block ran."""
+    began = time.monotonic()
+    try:
+        yield
+    finally:
+        seconds[part] = time.monotonic() - began
+
+
+@contextmanager
 def quiet_process() -> Iterator[None]:
     """Keep the garbage collector out of the measurements."""
     gc.collect()

@@ -107,15 +107,21 @@ class CpuWatch(Watch):
 
 
 class GpuWatch(Watch):
-    """What NVML says of the first device, through its Python binding or nvidia-smi."""
+    """What NVML says of this process's device, through its Python binding or nvidia-smi."""
 
     def __init__(self) -> None:
         self._nvml: Any = None
+        self._device = visible_device()
         try:
             import pynvml  # type: ignore[import-not-found]
 
             pynvml.nvmlInit()
-            self._nvml, self._handle = pynvml, pynvml.nvmlDeviceGetHandleByIndex(0)
+            by_index = self._device.isdecimal()
+            handle_of = (
+                pynvml.nvmlDeviceGetHandleByIndex if by_index else pynvml.nvmlDeviceGetHandleByUUID
+            )
+            self._nvml = pynvml
+            self._handle = handle_of(int(self._device) if by_index else self._device)
         except ImportError:
             pass  # the binding is optional: nvidia-smi tells the same, more slowly
 
@@ -140,12 +146,18 @@ class GpuWatch(Watch):
                 nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
                 nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle),
             )
-        command = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits", "--id=0"]
+        wanted = [f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits", f"--id={self._device}"]
+        command = ["nvidia-smi", *wanted]
         try:
             answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
         except (OSError, subprocess.SubprocessError):
             return None
         return parsed(answer.stdout)
+
+
+def visible_device() -> str:
+    """Index or UUID of the first device that CUDA shows this process; NVML counts them all."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip() or "0"
 
 
 def parsed(line: str) -> tuple[float, float, int] | None:
@@ -162,13 +174,19 @@ class WatchedRun:
     """Measures under a watch: what looks suspicious once more, and marked if it stays so.
 
     On a device that is suspicious all the time measuring again is useless: then
-    everything is marked, and nothing repeated.
+    everything is marked, and nothing repeated. `about` and `seconds` go into the
+    run's facts: what it was for, and what its parts took. Of captured steps these are
+    "timing", the samples, and "setup": capturing the step and its calls' arguments; "rest"
+    is what went by beside them: choosing points, writing, waiting for other workers.
     """
 
     watch: Watch
     started_at: str = field(default_factory=lambda: datetime.now(UTC).isoformat())
     seen: list[Conditions] = field(default_factory=list)
     again: int = 0  # captured steps that were measured again
+    about: dict[str, Any] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    began: float = field(default_factory=time.monotonic)
 
     _RECENT = 6
 
@@ -183,7 +201,7 @@ class WatchedRun:
             later = self._once(measuring)
             if isinstance(later, str):
                 return later
-            found = later
+            found = {key: with_cost(m, found.get(key)) for key, m in later.items()}
         if self.seen[-1].suspicious is None:
             return found
         return {key: replace(measurement, unstable=True) for key, measurement in found.items()}
@@ -199,15 +217,41 @@ class WatchedRun:
             "temperature_c": _range([c.temperature_c for c in self.seen]),
             "others_busy_processors": _range([c.others for c in self.seen]),
             "throttled": dict(sorted(reasons.items())) or None,
+            "seconds": self._parts() or None,
+            **self.about,
         }
         known = {name: value for name, value in facts.items() if value is not None}
         return RunConditions(self.started_at, datetime.now(UTC).isoformat(), known)
 
     def _once(self, measuring: Callable[[], Found | str]) -> Found | str:
         self.watch.begin()
+        began = time.monotonic()
         found = measuring()
+        took = time.monotonic() - began
         self.seen.append(self.watch.end())
+        measurements = [] if isinstance(found, str) else found.values()
+        timing = sum(m.timing_us or 0.0 for m in measurements) / 1e6
+        self._spend("timing", timing)
+        self._spend("setup", took - timing)
         return found
+
+    def _parts(self) -> dict[str, float]:
+        """Seconds by part, so far; nothing where nobody looks."""
+        if not self.seconds:
+            return {}
+        measured = sum(self.seconds.get(part, 0.0) for part in ("setup", "timing"))
+        rest = {"rest": time.monotonic() - self.began - measured}
+        return {part: round(took, 3) for part, took in (self.seconds | rest).items()}
+
+    def _spend(self, part: str, seconds: float) -> None:
+        self.seconds[part] = self.seconds.get(part, 0.0) + seconds
+
+
+def with_cost(measurement: Measurement, other: Measurement | None) -> Measurement:
+    """The measurement, with what taking the `other` one at the same point cost on top."""
+    known = [m.timing_us for m in (measurement, other) if m is not None]
+    spent = [us for us in known if us is not None]
+    return replace(measurement, timing_us=sum(spent) if spent else None)
 
 
 def _range(values: Sequence[float | None]) -> list[float] | None:

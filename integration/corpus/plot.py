@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -20,15 +21,19 @@ LINES = {"Naive": "#d62728", "HF-Diff": "#9467bd", "HF-Model-Diff": "#8c564b"}
 
 def html(found: list[Figures]) -> str:
     """One plot for every corpus."""
-    charts = [(f, traces(f)) for f in found]
+    return page([(traces(f), layout(f)) for f in found], "Cumulative new work per model")
+
+
+def page(charts: Sequence[tuple[list[dict[str, Any]], dict[str, Any]]], title: str) -> str:
+    """Plots below each other, each of traces and a layout, as plotly.js takes them."""
     bodies = "\n".join(
         f'<div id="c{i}" style="height:{HEIGHT}px"></div>\n<script>'
-        f"Plotly.newPlot('c{i}', {json.dumps(data)}, {json.dumps(layout(f))});</script>"
-        for i, (f, data) in enumerate(charts)
+        f"Plotly.newPlot('c{i}', {json.dumps(data)}, {json.dumps(layout)});</script>"
+        for i, (data, layout) in enumerate(charts)
     )
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        "<title>Cumulative new work per model</title>"
+        f"<title>{title}</title>"
         f'<script src="{PLOTLY}"></script></head>\n<body>\n{bodies}\n</body></html>\n'
     )
 
@@ -51,7 +56,7 @@ def png(page: Path, plotly: Path, height: int) -> None:
 
 def traces(found: Figures) -> list[dict[str, Any]]:
     """Dooly's work as stacked bars by group, the other planners as lines."""
-    models = [w.model for w in found.workloads]
+    models = labels(found)
     work = found.new_work()
     bars = [
         {
@@ -84,7 +89,13 @@ def traces(found: Figures) -> list[dict[str, Any]]:
     return [*bars, *lines]
 
 
-def layout(found: Figures) -> dict[str, Any]:
+def labels(found: Figures) -> list[str]:
+    """The models, with their backends where there are several."""
+    several = len({w.backend for w in found.workloads}) > 1
+    return [f"{w.model} {w.backend}" if several else w.model for w in found.workloads]
+
+
+def layout(found: Figures, unit: str = "cumulative seconds (estimate)") -> dict[str, Any]:
     saved = found.saved("Dooly") or 0
     title = (
         f"{found.corpus.title}: {found.signatures} signatures, {found.unique} unique, "
@@ -94,7 +105,7 @@ def layout(found: Figures) -> dict[str, Any]:
     return {
         "title": {"text": title},
         "barmode": "stack",
-        "yaxis": {"title": {"text": "cumulative seconds (estimate)"}, "rangemode": "tozero"},
+        "yaxis": {"title": {"text": unit}, "rangemode": "tozero"},
         "xaxis": {"tickangle": -30, "automargin": True},
         "legend": {"orientation": "v"},
     }

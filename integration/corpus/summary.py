@@ -27,7 +27,7 @@ class Figures:
     @property
     def signatures(self) -> int:
         """Signatures of the configurations, each counted by itself."""
-        return sum(len(workload.items) for workload in self.workloads)
+        return sum(len({item.signature for item in w.items}) for w in self.workloads)
 
     @property
     def unique(self) -> int:

@@ -69,7 +69,7 @@ def write(results: Results, out: Path) -> tuple[Path, int]:
         figures(c, results, g) for c in (*CORPORA, WITH_VARIANT) for g in ("module", "operation")
     ]
     found = [f for f in found if f.workloads]
-    rows = [row for f in found for row in _rows(f)]
+    rows = [row for f in found for row in rows_of(f)]
     _csv(out / "corpus.csv", COLUMNS, rows)
     models = [_model(result) for result in results.values() if "error" not in result]
     if models:
@@ -88,7 +88,8 @@ def _csv(path: Path, columns: tuple[str, ...], rows: Iterable[Mapping[str, Any]]
         writer.writerows(rows)
 
 
-def _rows(found: Figures) -> Iterable[dict[str, Any]]:
+def rows_of(found: Figures, digits: int | None = None) -> Iterable[dict[str, Any]]:
+    """A row for every planner and group, seconds with so many digits behind the point."""
     for planner in PLANNERS:
         for group in (*GROUPS, None):
             cost = found.cost(planner, group)
@@ -108,7 +109,7 @@ def _rows(found: Figures) -> Iterable[dict[str, Any]]:
                 "configurations": len(found.workloads),
                 "signatures": cost.signatures,
                 "points": cost.points,
-                "seconds": round(cost.seconds),
+                "seconds": round(cost.seconds, digits),
                 "saved": round(saved, 1),
                 "paper_saved": paper,
             }
@@ -190,7 +191,7 @@ def _corpus(found: Figures) -> list[str]:
             "saved %": row["saved"],
             "paper's hours saved %": row["paper_saved"],
         }
-        for row in _rows(found)
+        for row in rows_of(found)
     ]
     lines += ["", *_table(rows), ""]
     if found.granularity == "module":

@@ -28,6 +28,7 @@ from integration.additivity.run import BATCHES, GPU_BATCHES, measure_rows, show,
 from integration.gpu.workers import in_turn, ready
 
 LAYERS = 4
+AUTO = "auto"  # as a backend: the engine's choice
 _LEAST_SECONDS = 45  # an engine that starts and measures nothing takes about this long
 
 
@@ -101,6 +102,9 @@ def run_all(
 @click.option("--sweep", default=["gpu"], show_default=True, multiple=True, help="In turn.")
 @click.option("--additivity/--no-additivity", default=True, show_default=True)
 @click.option("--layers", default=LAYERS, show_default=True)
+@click.option("--max-num-seqs", default=256, show_default=True)
+@click.option("--max-num-batched-tokens", default=8192, show_default=True)
+@click.option("--threads", type=int, help="Of a CPU engine.")
 @click.option("--wait", is_flag=True, help="Start the engine, then wait for a line on stdin.")
 def run_one(
     model: str,
@@ -112,9 +116,12 @@ def run_one(
     sweep: tuple[str, ...],
     additivity: bool,
     layers: int,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    threads: int | None,
     wait: bool,
 ) -> None:
-    """Profile MODEL with BACKEND.
+    """Profile MODEL with BACKEND; with auto, the engine chooses one.
 
     PRECISION is how the weights are quantised and, behind kv-, the KV cache: fp8, kv-fp8,
     or both: fp8+kv-fp8.
@@ -128,11 +135,12 @@ def run_one(
 
     options = RunOptions(
         model=load_model(model),
-        backend=backend,
+        backend=None if backend == AUTO else backend,
         layers=layers,
         execution_mode=mode,
-        max_num_seqs=256,
-        max_num_batched_tokens=8192,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        threads=threads,
         **precision_options(precision),
     )
     with running_engine(options) as engine, ExitStack() as stack:
@@ -143,7 +151,7 @@ def run_one(
             with progress_bar(options.model.name) as progress:
                 result = profile(engine, database, load_sweep(name), progress=progress)
             ran = {"sweep": name, "mode": mode, "precision": precision}
-            click.echo(json.dumps({**ran, **summary(result, backend)}))
+            click.echo(json.dumps({**ran, **summary(result, engine.configuration.backend)}))
         if additivity:
             on_gpu = engine.environment.device_kind == "cuda"
             rows = measure_rows(

@@ -7,6 +7,7 @@ wait until it is their turn.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -22,10 +23,34 @@ def ready() -> None:
     sys.stdin.readline()
 
 
-def in_turn(commands: Sequence[Sequence[str]], budget_s: float) -> list[int]:
+def devices() -> list[str]:
+    """The GPUs of this host as nvidia-smi numbers them, or those that the user has chosen."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return [one.strip() for one in chosen.split(",") if one.strip()]
+    command = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return answer.stdout.split()
+
+
+def on_device(device: str | None) -> dict[str, str]:
+    """This process's environment, with one GPU only; None leaves it as it is."""
+    if device is None:
+        return dict(os.environ)
+    # As nvidia-smi counts, which is not CUDA's own order by default.
+    return {**os.environ, "CUDA_VISIBLE_DEVICES": device, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+
+
+def in_turn(
+    commands: Sequence[Sequence[str]], budget_s: float, device: str | None = None
+) -> list[int]:
     """Run `commands`, each ``python -m`` arguments of a worker; their exit codes, in order.
 
-    What is not done within `budget_s` seconds is killed.
+    What is not done within `budget_s` seconds is killed. All run on the GPU `device`,
+    or on what CUDA chooses.
     """
     workers = [
         subprocess.Popen(
@@ -33,6 +58,7 @@ def in_turn(commands: Sequence[Sequence[str]], budget_s: float) -> list[int]:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            env=on_device(device),
         )
         for command in commands
     ]

@@ -1,0 +1,1 @@
+"""What deduplication and the adaptive sweep save, from one database of real measurements."""
