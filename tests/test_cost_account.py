@@ -272,6 +272,12 @@ def test_the_files(whole: Account, tmp_path: Path) -> None:
     with (tmp_path / "out" / "planners.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert {row["corpus"] for row in rows} == {"7B-8B", "MoE"}  # Llama-3.1-8B belongs to both
+    with (tmp_path / "out" / "signatures.csv").open() as file:
+        rows = {(r["configuration"], r["name"]): r for r in csv.DictReader(file)}
+    norm = [rows[profile.name, "RMSNorm"] for profile in whole.profiles]
+    assert [(r["measured_points"], r["reused_points"], r["seconds"]) for r in norm] == [
+        ("2", "0", "0.75"), ("0", "2", "0.75"), ("0", "2", "0.75"),
+    ]  # fmt: skip
     page = (tmp_path / "out" / "cost.html").read_text()
     assert "Llama-3.1-8B FLASHINFER" in page
     assert (tmp_path / "out" / "sweeps.csv").exists()

@@ -95,17 +95,28 @@ def finished(path: Path, job: Job, sweep: str, **facts: Any) -> None:
 def test_what_is_complete_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "a.db"
     other = Job(LLAMA.model, "FLASHINFER", "full_graph")
-    assert unfinished([LLAMA, other], path, "gpu") == [LLAMA, other]
+    assert unfinished([LLAMA, other], [("gpu", path)]) == [LLAMA, other]
     assert not path.exists()
     finished(path, LLAMA, "gpu")  # begun
-    assert unfinished([LLAMA, other], path, "gpu") == [LLAMA, other]
+    assert unfinished([LLAMA, other], [("gpu", path)]) == [LLAMA, other]
     finished(path, LLAMA, "gpu", complete=True)
-    assert unfinished([LLAMA, other], path, "gpu") == [other]
-    assert unfinished([LLAMA, other], path, "quick") == [LLAMA, other]
+    assert unfinished([LLAMA, other], [("gpu", path)]) == [other]
+    assert unfinished([LLAMA, other], [("quick", path)]) == [LLAMA, other]
     auto = Job(LLAMA.model, "auto", "full_graph")
-    assert unfinished([auto, Job(LLAMA.model, "auto", "eager")], path, "gpu") == [
+    assert unfinished([auto, Job(LLAMA.model, "auto", "eager")], [("gpu", path)]) == [
         Job(LLAMA.model, "auto", "eager")
     ]
+
+
+def test_a_sweep_of_its_own_database_must_be_complete_there(tmp_path: Path) -> None:
+    wanted = [("gpu", tmp_path / "a.db"), ("adaptive", tmp_path / "b.db")]
+    finished(tmp_path / "a.db", LLAMA, "gpu", complete=True)
+    assert unfinished([LLAMA], wanted) == [LLAMA]
+    finished(tmp_path / "b.db", LLAMA, "gpu", complete=True)
+    assert unfinished([LLAMA], wanted) == [LLAMA]
+    finished(tmp_path / "b.db", MIXTRAL, "adaptive", complete=True)
+    assert unfinished([LLAMA, MIXTRAL], wanted) == [LLAMA, MIXTRAL]
+    assert unfinished([LLAMA, MIXTRAL], wanted[:1]) == [MIXTRAL]
 
 
 def test_what_failed_comes_last_and_what_was_killed_does_not(tmp_path: Path) -> None:

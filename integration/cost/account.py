@@ -63,6 +63,7 @@ class Profile:
     own: tuple[Item, ...]  # those that were measured from it
     skipped: int  # points that cannot run
     untimed: int  # points whose cost is not known: they are in no sum
+    names: Mapping[str, str]  # of its signatures
 
     @property
     def case(self) -> Case | None:
@@ -226,4 +227,5 @@ def profile_of(
         tuple(own),
         skipped,
         untimed,
+        {o.signature.hash: o.signature.name for o in graph},
     )

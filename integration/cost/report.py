@@ -6,7 +6,7 @@
 Needs neither engine nor torch. `--adaptive` is a database of the same signatures
 under the sweep `adaptive`; `--alone` one into which a configuration was profiled
 with nothing known, as a check. Writes cost.md, planners.csv, configurations.csv,
-cost.html and, of the other databases, sweeps.csv and alone.csv.
+signatures.csv, cost.html and, of the other databases, sweeps.csv and alone.csv.
 """
 
 from __future__ import annotations
@@ -86,11 +86,13 @@ def write(whole: Account, other: Account | None, fresh: Sequence[Account], out: 
     corpora = [figures for corpus in CORPORA if (figures := whole.of(corpus)).workloads]
     planners = [row for figures in corpora for row in planner_rows(figures, whole)]
     configurations = [configuration_row(profile) for profile in whole.profiles]
+    signatures = [row for profile in whole.profiles for row in signature_rows(profile)]
     compared = sweeps(whole, other) if other else []
     checks = [row for each in fresh for row in alone(whole, each)]
     for name, rows in (
         ("planners", planners),
         ("configurations", configurations),
+        ("signatures", signatures),
         ("sweeps", compared),
         ("alone", checks),
     ):
@@ -188,6 +190,24 @@ def configuration_row(profile: Profile) -> dict[str, Any]:
     row |= {f"{part}_s": round(profile.seconds.get(part, 0.0), 2) for part in ("boot", *PARTS)}
     row["device_s"] = round(profile.device_s, 1)
     return row | {"known_geometry": "yes" if profile.is_of_known_geometry else "no"}
+
+
+def signature_rows(profile: Profile) -> Iterable[dict[str, Any]]:
+    """Each signature of a configuration: measured from it, or reused, and at what cost."""
+    for hash_, name in profile.names.items():
+        items = [item for item in profile.workload.items if item.signature == hash_]
+        own = [item for item in profile.own if item.signature == hash_]
+        yield {
+            "configuration": profile.name,
+            "signature": hash_[:12],
+            "name": name,
+            "group": items[0].group if items else "",
+            "points": len(items),
+            "measured_points": len(own),
+            "reused_points": len(items) - len(own),
+            "seconds": round(sum(item.seconds for item in items), 3),
+            "measured_seconds": round(sum(item.seconds for item in own), 3),
+        }
 
 
 def configuration_section(whole: Account, rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -2,10 +2,11 @@
 
     python -m integration.cost.run --db h200.db --out results --budget 540
     python -m integration.cost.run --db h200.db --out results --corpus MoE
+    python -m integration.cost.run --db h200.db --out results --apart adaptive adaptive.db
     python -m integration.cost.run --db h200.db --out results Llama-3.1 Qwen3-8B --list
     python -m integration.cost.run --db cpu.db --out results --models reduced \
         --backend CPU_ATTN --mode eager --sweep quick --threads 1 --max-num-seqs 64 \
-        --max-num-batched-tokens 2048 --layers 2
+        --max-num-batched-tokens 2048 --layers 0
 
 Engines are those of `integration.gpu.run`. On every GPU as many start together as
 its memory holds, and measure in turn; several GPUs of a host work into the same
@@ -23,7 +24,7 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from integration.corpus.corpora import CASES, CORPORA, find
 from integration.corpus.run import HERE as CORPUS
 from integration.corpus.run import results
 from integration.cost.jobs import BACKENDS, Job, jobs_of, newest_first
-from integration.gpu.run import LAYERS
+from integration.gpu.run import APART, LAYERS
 from integration.gpu.step_costs import Job as Engine
 from integration.gpu.step_costs import waves
 from integration.gpu.workers import devices, in_turn
@@ -70,6 +71,7 @@ _LEAST_SECONDS = 90  # engines that start together take about that long to start
 @click.option("--max-num-batched-tokens", default=8192, show_default=True)
 @click.option("--threads", type=int, help="Of a CPU engine.")
 @click.option("--memory", default=_GPU_BYTES, show_default=True, type=int, help="Bytes of a GPU.")
+@click.option("--apart", nargs=2, multiple=True, metavar="SWEEP DB", help=APART)
 @click.option("--list", "only_list", is_flag=True, help="Say what is done, and what would run.")
 def main(
     names: tuple[str, ...],
@@ -83,16 +85,18 @@ def main(
     models: Path | None,
     layers: int,
     memory: int,
+    apart: tuple[tuple[str, str], ...],
     only_list: bool,
     **engine: Any,
 ) -> None:
     """Profile the models whose names contain one of NAMES, or those of a corpus."""
-    load_sweep(sweep)  # a misspelt one shall not cost an engine's start
+    # A misspelt one shall not cost an engine's start.
+    wanted = [(load_sweep(name).name, Path(path)) for name, path in ((sweep, db), *apart)]
     cases = find(list(names)) if names else [c for c in CASES if corpus in c.corpora]
     known = results(CORPUS / "results" / "models")
     jobs = jobs_of(newest_first(cases, known), backends, mode, models)
     attempts = Attempts(out / "attempts.jsonl")
-    left = attempts.failed_last(unfinished(jobs, db, load_sweep(sweep).name))
+    left = attempts.failed_last(unfinished(jobs, wanted))
     click.echo(f"{len(jobs) - len(left)} of {len(jobs)} configurations are done", err=True)
     if only_list:
         for job in left:
@@ -101,6 +105,7 @@ def main(
     out.mkdir(parents=True, exist_ok=True)
     options = ["--db", str(db), "--out", str(out), "--sweep", sweep, "--no-additivity", "--wait"]
     options += ["--layers", str(layers)]
+    options += [word for pair in apart for word in ("--apart", *pair)]
     for name, value in engine.items():
         options += [] if value is None else [f"--{name.replace('_', '-')}", str(value)]
     queue = deque(in_waves(left, layers, memory, devices()))
@@ -113,18 +118,21 @@ def main(
         thread.start()
     for thread in threads:
         thread.join()
-    rest = unfinished(jobs, db, load_sweep(sweep).name)
+    rest = unfinished(jobs, wanted)
     for job in rest:
         click.echo(f"not done: {job.name}", err=True)
     sys.exit(int(bool(rest)))
 
 
-def unfinished(jobs: Sequence[Job], db: Path, sweep: str) -> list[Job]:
-    """The jobs whose sweep the database does not hold."""
-    if not db.exists():
-        return list(jobs)
-    with Database.open(db) as database:
-        return [job for job in jobs if not job.is_done(database, sweep)]
+def unfinished(jobs: Sequence[Job], wanted: Iterable[tuple[str, Path]]) -> list[Job]:
+    """The jobs of which one of the `wanted` sweeps is not complete in its database."""
+    left = dict.fromkeys(jobs, False)
+    for sweep, db in wanted:
+        if not db.exists():
+            return list(jobs)
+        with Database.open(db) as database:
+            left = {job: open_ or not job.is_done(database, sweep) for job, open_ in left.items()}
+    return [job for job, open_ in left.items() if open_]
 
 
 def in_waves(

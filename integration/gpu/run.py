@@ -18,7 +18,6 @@ import json
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from integration.gpu.workers import in_turn, ready
 
 LAYERS = 4
 AUTO = "auto"  # as a backend: the engine's choice
+APART = "Behind it, another sweep into a database of its own, with the same engine."
 _LEAST_SECONDS = 45  # an engine that starts and measures nothing takes about this long
 
 
@@ -100,8 +100,9 @@ def run_all(
 @click.option("--db", required=True, type=click.Path(path_type=Path))
 @click.option("--out", required=True, type=click.Path(path_type=Path))
 @click.option("--sweep", default=["gpu"], show_default=True, multiple=True, help="In turn.")
+@click.option("--apart", nargs=2, multiple=True, metavar="SWEEP DB", help=APART)
 @click.option("--additivity/--no-additivity", default=True, show_default=True)
-@click.option("--layers", default=LAYERS, show_default=True)
+@click.option("--layers", default=LAYERS, show_default=True, help="0: as few as show every kind.")
 @click.option("--max-num-seqs", default=256, show_default=True)
 @click.option("--max-num-batched-tokens", default=8192, show_default=True)
 @click.option("--threads", type=int, help="Of a CPU engine.")
@@ -114,6 +115,7 @@ def run_one(
     mode: Any,
     precision: str,
     sweep: tuple[str, ...],
+    apart: tuple[tuple[str, str], ...],
     additivity: bool,
     layers: int,
     max_num_seqs: int,
@@ -136,19 +138,21 @@ def run_one(
     options = RunOptions(
         model=load_model(model),
         backend=None if backend == AUTO else backend,
-        layers=layers,
+        layers=layers or None,
         execution_mode=mode,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         threads=threads,
         **precision_options(precision),
     )
-    with running_engine(options) as engine, ExitStack() as stack:
+    with running_engine(options) as engine:
         if wait:
             ready()
-        database = stack.enter_context(Database.open(db, create=True))
-        for name in sweep:
-            with progress_bar(options.model.name) as progress:
+        for name, path in (*((name, db) for name in sweep), *apart):
+            with (
+                Database.open(path, create=True) as database,
+                progress_bar(options.model.name) as progress,
+            ):
                 result = profile(engine, database, load_sweep(name), progress=progress)
             ran = {"sweep": name, "mode": mode, "precision": precision}
             click.echo(json.dumps({**ran, **summary(result, engine.configuration.backend)}))
