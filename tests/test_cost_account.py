@@ -77,7 +77,7 @@ def profile(
         "sweep": sweep or GRID.model_dump(mode="json", exclude_none=True),
         "limits": limits,
         "captured_steps": 5,
-        "seconds": {"boot": 60.0, "trace": 1.0, "resolve": 2.0, "setup": setup, "timing": 10.0},
+        "spent_s": {"boot": 60.0, "trace": 1.0, "resolve": 2.0, "setup": setup, "timing": 10.0},
     }
     facts |= {"complete": True} if complete else {}
     database.record_run(id_, environment_id, RunConditions(started, started, facts))

@@ -38,7 +38,7 @@ def test_a_run_tells_what_it_was_for_and_what_it_took(
         "max_num_reqs": engine.max_num_reqs,
         "max_request_len": engine.max_request_len,
     }
-    seconds = facts["seconds"]
+    seconds = facts["spent_s"]
     # This engine was not started by `boot`, which looks at the clock.
     assert set(seconds) == {"trace", "resolve", "setup", "timing", "rest"}
     assert all(took > 0 for took in seconds.values())

@@ -216,8 +216,8 @@ def test_what_is_measured_again_costs_both_times() -> None:
     assert (again["a", POINT].timing_us, once["a", POINT].timing_us) == (10_000.0, 5000.0)
     facts = run.conditions().facts
     assert facts["sweep"] == {"name": "gpu"}
-    assert facts["seconds"]["timing"] == 0.015
-    assert facts["seconds"]["setup"] >= 3 * 0.015
+    assert facts["spent_s"]["timing"] == 0.015
+    assert facts["spent_s"]["setup"] >= 3 * 0.015
 
 
 def test_a_reason_for_no_measurement_is_passed_on() -> None:

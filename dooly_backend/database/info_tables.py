@@ -115,7 +115,7 @@ def _run_table(info: DatabaseInfo) -> Table:
     """A row for each run; ranges are smallest, median and largest."""
     shown = [(key, head) for key, head in _RANGES if any(key in r.run.facts for r in info.runs)]
     is_slowed = any(r.run.facts.get("throttled") for r in info.runs)
-    has_seconds = any(r.run.facts.get("seconds") for r in info.runs)
+    has_seconds = any(r.run.facts.get("spent_s") for r in info.runs)
     table = _table(
         "\nRuns (of clock, temperature and load: smallest, median, largest)",
         "began, UTC", "configuration", "environment", "steps",
@@ -141,7 +141,7 @@ def _run_table(info: DatabaseInfo) -> Table:
 
 def _seconds(facts: Mapping[str, Any]) -> str:
     """What the parts of a run took; "-" for what nobody looked at."""
-    seconds = facts.get("seconds") or {}
+    seconds = facts.get("spent_s") or {}
     return " / ".join(f"{seconds[part]:.1f}" if part in seconds else "-" for part in _PARTS)
 
 

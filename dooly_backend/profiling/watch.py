@@ -217,7 +217,7 @@ class WatchedRun:
             "temperature_c": _range([c.temperature_c for c in self.seen]),
             "others_busy_processors": _range([c.others for c in self.seen]),
             "throttled": dict(sorted(reasons.items())) or None,
-            "seconds": self._parts() or None,
+            "spent_s": self._parts() or None,
             **self.about,
         }
         known = {name: value for name, value in facts.items() if value is not None}

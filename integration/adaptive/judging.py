@@ -59,7 +59,7 @@ def described(kind: str, folder: Path) -> str:
             ((configuration_id, configuration),) = database.configurations().items()
             ((environment_id, environment),) = database.environments().items()
             runs = database.runs(configuration_id, environment_id)
-        seconds = sum(run.facts["turns_s"] for run in runs)
+        seconds = sum(run.facts["seconds"] for run in runs)
         parts.append(f"{name} {seconds:.0f} s")
     where = f"{configuration.model}, {configuration.backend}, {environment.device}"
     return f"{kind}: {where}; {', '.join(parts)}"

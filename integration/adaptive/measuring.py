@@ -75,7 +75,7 @@ class Bench:
                     seconds += time.perf_counter() - start
                     yield
                 conditions = run.watched.conditions()
-                facts = conditions.facts | {"turns_s": seconds}
+                facts = conditions.facts | {"seconds": seconds}
                 database.record_run(*ids, replace(conditions, facts=facts))
 
     def _turns(self, run: Run, sweep: AdaptiveSweep | VidurSweep) -> Iterator[Callable[[], None]]:

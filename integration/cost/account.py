@@ -213,7 +213,7 @@ def profile_of(
                     own.append(items[-1])
     seconds: dict[str, float] = {}
     for run in runs:
-        for part, took in run.facts.get("seconds", {}).items():
+        for part, took in run.facts.get("spent_s", {}).items():
             seconds[part] = seconds.get(part, 0.0) + took
     served = configuration.model, configuration.backend, configuration.hf_config
     return Profile(
