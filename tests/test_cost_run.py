@@ -17,6 +17,7 @@ from dooly_backend.config import load_model
 from dooly_backend.database import Database
 from dooly_backend.database.records import RunConditions
 from dooly_backend.engines.kv_cache import GIB
+from dooly_backend.errors import InputError
 from integration.corpus.corpora import CASES, Case
 from integration.cost import run as module
 from integration.cost.jobs import Job, jobs_of, newest_first, weight_bytes
@@ -41,6 +42,11 @@ def test_a_model_has_its_backends_next_to_each_other() -> None:
     ]
     (small,) = jobs_of([case("Qwen3-8B")], ("A",), "eager", Path("reduced"))
     assert small.model == "reduced/Qwen3-8B"
+
+
+def test_a_rank_of_a_group_is_refused() -> None:
+    with pytest.raises(InputError, match="Llama-2-70b-hf tp4: one rank"):
+        jobs_of([case("Llama-3.1-8B"), case("Llama-2-70b-hf tp4")], ("A",), "eager")
 
 
 def test_what_brings_most_that_is_new_comes_first() -> None:

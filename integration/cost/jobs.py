@@ -17,6 +17,7 @@ from typing import Any
 from dooly_backend.config import load_model
 from dooly_backend.database import Database
 from dooly_backend.engines.kv_cache import GIB, kv_cache_bytes
+from dooly_backend.errors import InputError
 from integration.corpus.corpora import Case
 from integration.gpu.run import AUTO
 
@@ -68,7 +69,14 @@ def is_complete(facts: Mapping[str, Any], sweep: str) -> bool:
 def jobs_of(
     cases: Iterable[Case], backends: Sequence[str], mode: str, folder: Path | None = None
 ) -> list[Job]:
-    """A job for every model and backend; `folder` has other configs under the models' names."""
+    """A job for every model and backend; `folder` has other configs under the models' names.
+
+    Raises InputError for a case that is one rank of a group: engines here have one GPU each.
+    """
+    cases = list(cases)
+    ranks = [case.name for case in cases if case.settings]
+    if ranks:
+        raise InputError(f"{', '.join(ranks)}: one rank of several is not run here; leave them out")
     return [
         Job(str(folder / case.name) if folder else case.model, backend, mode)
         for case in cases

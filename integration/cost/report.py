@@ -12,6 +12,7 @@ signatures.csv, cost.html and, of the other databases, sweeps.csv and alone.csv.
 from __future__ import annotations
 
 import csv
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 import click
 
 from dooly_backend.database import Database
-from dooly_backend.errors import InputError
+from dooly_backend.errors import DoolyError, InputError
 from dooly_backend.profiling.planners import PLANNERS
 from dooly_backend.regression.select import select_all
 from integration.accuracy.tables import paragraph, table
@@ -289,4 +290,7 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except DoolyError as error:
+        sys.exit(f"error: {error}")

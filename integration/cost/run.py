@@ -33,7 +33,8 @@ import click
 from dooly_backend.config import load_sweep
 from dooly_backend.database import Database
 from dooly_backend.engines.kv_cache import GIB
-from integration.corpus.corpora import CASES, CORPORA, find
+from dooly_backend.errors import DoolyError
+from integration.corpus.corpora import CASES, MOE, SMALL, find
 from integration.corpus.run import HERE as CORPUS
 from integration.corpus.run import results
 from integration.cost.jobs import BACKENDS, Job, jobs_of, newest_first
@@ -52,9 +53,9 @@ _LEAST_SECONDS = 90  # engines that start together take about that long to start
 @click.option("--out", required=True, type=click.Path(path_type=Path))
 @click.option(
     "--corpus",
-    default=CORPORA[0].name,
+    default=SMALL,
     show_default=True,
-    type=click.Choice([c.name for c in CORPORA]),
+    type=click.Choice([SMALL, MOE]),
     help="Where no NAME is given.",
 )
 @click.option("--backend", "backends", multiple=True, default=BACKENDS, show_default=True)
@@ -194,4 +195,7 @@ class Attempts:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except DoolyError as error:
+        sys.exit(f"error: {error}")
