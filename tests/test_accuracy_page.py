@@ -8,7 +8,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from integration.accuracy import calls, gpu, page, requests
+from integration.accuracy import calls, gpu, page, per_batch, requests
 from integration.accuracy.tables import MISSES, Target, at_most, paragraph, table
 
 
@@ -111,6 +111,57 @@ def test_whole_steps_by_mode_have_their_own_target(root: Path) -> None:
     ]
 
 
+@pytest.fixture
+def single(tmp_path: Path) -> Path:
+    """A tree with single batches of one configuration, and an inversion of two that is missed."""
+    results = tmp_path / "integration/per_batch/results/h200"
+    results.mkdir(parents=True)
+    pd.DataFrame(
+        {
+            "model": "a/Some-8B", "backend": "B", "execution_mode": "full_graph",
+            "quantization": "none", "layers": 32,
+            "batch": ["1x1+100", "1x1+200", "1x64+0", "1x64+0"],
+            "kind": ["decode", "decode", "prefill", "prefill"],
+            "how": ["in a row", "in a row", "in a row", "waited for"],
+            "in_fit": [None, None, "attention", "attention"],
+            "noise_percent": [1.0, 2.0, 0.5, 0.5],
+            "error_percent": [1.0, -3.0, 9.0, -3.5],
+        }
+    ).to_csv(results / "per-batch.csv", index=False)  # fmt: skip
+    pd.DataFrame(
+        {
+            "kind": "decode", "requests": 1, "length": [100, 200], "configurations": 2,
+            "right": [True, False], "lost_percent": [0.0, 5.0], "worst_percent": [10.0, 30.0],
+        }
+    ).to_csv(results / "winners.csv", index=False)  # fmt: skip
+    pd.DataFrame(
+        {
+            "kind": "decode", "requests": 1, "before": "A", "after": "B", "low": [100, 400],
+            "high": [200, 800], "live": [150.0, 500.0], "predicted": [160.0, None],
+            "verdict": ["predicted", "not predicted"],
+        }
+    ).to_csv(results / "inversions.csv", index=False)  # fmt: skip
+    return tmp_path
+
+
+def test_a_kind_of_single_batches_is_judged_by_how_it_is_served(single: Path) -> None:
+    prefill, decode = rows(per_batch.single_batches(single))
+    assert prefill[1:] == ["prefill", "1 (1)", "9.0 / 9.0 %", "**3.5 / 3.5 %**", "0.5 %", MISSES]
+    assert decode[1:] == ["decode", "2 (0)", "**2.0 / 3.0 %**", "-", "1.5 %", ""]
+
+
+def test_inversions_that_are_not_predicted_are_misses(single: Path) -> None:
+    lines = per_batch.fastest(single)
+    tables = [i for i, line in enumerate(lines) if line.startswith("| ---")]
+    choice = rows(lines[: tables[1] - 1])
+    assert choice == [["h200: decode", "2", "2", "1 (50 %)", "2.50 / 5.00 %", "20.0 / 30.0 %"]]
+    found = rows(lines[tables[1] - 1 :])
+    assert [row[3:] for row in found] == [
+        ["100 to 200", "150", "160", "predicted", ""],
+        ["400 to 800", "500", "-", "not predicted", MISSES],
+    ]
+
+
 def test_noise_counts_on_a_cpu_only(tmp_path: Path) -> None:
     figures = {
         "ttft_mape": 6.0, "tpot_mape": 2.0, "throughput_error": 0.5, "schedule_agreement": 99.8,
@@ -130,3 +181,6 @@ def test_noise_counts_on_a_cpu_only(tmp_path: Path) -> None:
 def test_what_was_not_measured_says_so(tmp_path: Path) -> None:
     assert gpu.coverage(tmp_path) == gpu.whole_steps(tmp_path) == ["Not measured yet."]
     assert requests.wrong_reuse(tmp_path) == ["Not measured yet."]
+    assert (
+        per_batch.single_batches(tmp_path) == per_batch.fastest(tmp_path) == ["Not measured yet."]
+    )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -42,6 +43,13 @@ def step_operations_us(
 def counts_of(occurrences: Iterable[Occurrence], first: int, depth: int) -> Counter[str]:
     """How often a step of `depth` layers from layer `first` on runs each signature."""
     counts: Counter[str] = Counter()
+    for occurrence in of_depth(occurrences, first, depth):
+        counts[occurrence.signature.hash] += occurrence.count
+    return counts
+
+
+def of_depth(occurrences: Iterable[Occurrence], first: int, depth: int) -> Iterator[Occurrence]:
+    """What of the call graph one rank of `depth` layers from layer `first` on runs alone."""
     for occurrence in occurrences:
         if '"collective":' in occurrence.signature.canonical:  # profiling/collectives.py
             continue
@@ -50,8 +58,7 @@ def counts_of(occurrences: Iterable[Occurrence], first: int, depth: int) -> Coun
             each = occurrence.count // len(occurrence.layers)
             inside = each * sum(first <= layer < first + depth for layer in occurrence.layers)
         if inside:
-            counts[occurrence.signature.hash] += inside
-    return counts
+            yield replace(occurrence, count=inside)
 
 
 def _shown(step: StreamStep, kind: PointKind) -> Batch:

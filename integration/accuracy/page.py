@@ -16,7 +16,7 @@ from pathlib import Path
 
 import click
 
-from integration.accuracy import calls, gpu, requests
+from integration.accuracy import calls, gpu, per_batch, requests
 from integration.accuracy.tables import MISSES, paragraph
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,6 +33,8 @@ SECTIONS: dict[str, Callable[[Path], list[str]]] = {
     "Isolated calls against the live forward pass": calls.additivity,
     "Every kernel under exactly one entry": gpu.coverage,
     "Whole steps": gpu.whole_steps,
+    "Single batches": per_batch.single_batches,
+    "The fastest model and backend": per_batch.fastest,
     "Served requests": requests.served,
     "Wrong reuse": requests.wrong_reuse,
     "Modules against their operations": calls.granularity,

@@ -24,7 +24,7 @@ import pandas as pd
 from dooly_backend.config import load_model
 from dooly_backend.database import Database
 from dooly_backend.database.records import StreamStep
-from dooly_backend.regression.bundle import Bundle, BundleConfiguration
+from dooly_backend.regression.bundle import BundleConfiguration
 from dooly_backend.regression.bundle_fit import fit_bundle
 from dooly_backend.regression.step_operations import step_operations_us
 from dooly_backend.simulation.execution import OF_CONFIGURATION, Execution, Mode, capture_sizes
@@ -78,12 +78,9 @@ def main(
     tables = []
     with Database.open(db, read_only=True) as database:
         for served, measured in found.items():
-            bundle = _fitted(database, served, environment)
-            sizes = capture_sizes(
-                max_num_seqs, max_num_batched_tokens, bundle.environment.engine_version
-            )
-            graphs = OF_CONFIGURATION[served.mode]
-            rule = Execution(graphs, sizes if graphs != "NONE" else (), max_num_seqs)
+            bundle = fit_bundle(database, [digest_of(database, served)], environment)
+            version = bundle.environment.engine_version
+            rule = rule_of(served.mode, max_num_seqs, max_num_batched_tokens, version)
             tables.append(compared(served, bundle.configurations[0], rule, measured))
     steps = pd.concat(tables, ignore_index=True)
     if out is not None:
@@ -93,7 +90,8 @@ def main(
         click.echo(summary(steps).round(1).to_string())
 
 
-def _fitted(database: Database, served: Served, environment: str | None) -> Bundle:
+def digest_of(database: Database, served: Served) -> str:
+    """The one configuration that the database has of `served`. Raises ClickException for none."""
     chosen = [
         configuration.digest
         for configuration in database.configurations().values()
@@ -108,7 +106,16 @@ def _fitted(database: Database, served: Served, environment: str | None) -> Bund
     ]
     if len(chosen) != 1:
         raise click.ClickException(f"{database.path} has {len(chosen)} profiles of {served}")
-    return fit_bundle(database, chosen, environment)
+    return chosen[0]
+
+
+def rule_of(
+    mode: str, max_num_seqs: int, max_num_batched_tokens: int, engine_version: str
+) -> Execution:
+    """How an engine with such limits runs its steps."""
+    graphs = OF_CONFIGURATION[mode]
+    sizes = capture_sizes(max_num_seqs, max_num_batched_tokens, engine_version)
+    return Execution(graphs, sizes if graphs != "NONE" else (), max_num_seqs)
 
 
 def compared(

@@ -45,12 +45,16 @@ def on_device(device: str | None) -> dict[str, str]:
 
 
 def in_turn(
-    commands: Sequence[Sequence[str]], budget_s: float, device: str | None = None
+    commands: Sequence[Sequence[str]],
+    budget_s: float,
+    device: str | None = None,
+    turns: int = 1,
 ) -> list[int]:
     """Run `commands`, each ``python -m`` arguments of a worker; their exit codes, in order.
 
-    What is not done within `budget_s` seconds is killed. All run on the GPU `device`,
-    or on what CUDA chooses.
+    Each worker says `turns` times that it is ready: all have their first turn before any
+    has its second. What is not done within `budget_s` seconds is killed. All run on the GPU
+    `device`, or on what CUDA chooses.
     """
     workers = [
         subprocess.Popen(
@@ -66,13 +70,27 @@ def in_turn(
     end = threading.Timer(budget_s, lambda: [worker.kill() for worker in workers])
     end.start()
     try:
-        for worker in [worker for worker in workers if _is_ready(worker)]:
+        waiting = [worker for worker in workers if _is_ready(worker)]
+        for _ in range(turns - 1):
+            waiting = [worker for worker in waiting if _had_a_turn(worker)]
+        for worker in waiting:
             output, _ = worker.communicate("go\n")
             sys.stdout.write(output)
             sys.stdout.flush()
         return [worker.wait() for worker in workers]
     finally:
         end.cancel()
+
+
+def _had_a_turn(worker: subprocess.Popen[str]) -> bool:
+    """Let the worker go, and wait until it is ready again; False when it ends first."""
+    assert worker.stdin is not None
+    try:
+        worker.stdin.write("go\n")
+        worker.stdin.flush()
+    except BrokenPipeError:  # killed while it waited
+        return False
+    return _is_ready(worker)
 
 
 def _is_ready(worker: subprocess.Popen[str]) -> bool:

@@ -1,0 +1,1 @@
+"""Single batches live and predicted, and which (model, backend) is fastest where."""
