@@ -56,9 +56,9 @@ def facts(options: RunOptions) -> dict[str, Any]:
                 if p.numel()  # CPU kernels hold linear weights packed, out of sight
             },
             "outputs": {  # columns of every linear layer
-                op.path: op.inputs[0].dims[-1].size
+                op.path: (op.outputs or op.inputs)[0].dims[-1].size  # oneDNN's writes to an input
                 for op in trace.operations
-                if op.name.startswith("_C::onednn_mm")
+                if op.name.startswith(("_C::onednn_mm", "aten::linear"))
             },
             "collectives": Counter(text(op) for op in trace.operations if is_collective(op)),
             "timed": sorted(

@@ -21,7 +21,7 @@ from dooly_backend.tracing import sizes as sizes_module
 from dooly_backend.tracing import tracer
 from dooly_backend.tracing.labels import MODEL_CONFIG, NUM_REQS, NUM_TOKS
 from dooly_backend.tracing.sizes import traced_batch
-from dooly_backend.tracing.trace import Operation, Trace
+from dooly_backend.tracing.trace import Operation, TensorSpec, Trace
 
 
 def named(trace: Trace) -> list[tuple[str, str]]:
@@ -70,17 +70,22 @@ def test_labels_say_what_the_formulas_say(trace: Trace) -> None:
             assert (NUM_REQS in dim.label.bases) == bool(formula.requests), (op.path, op.name, dim)
 
 
+def matrix_product(trace: Trace, path: str) -> tuple[TensorSpec, TensorSpec]:
+    """Output and input of a linear layer's product: of oneDNN, or torch's without AVX-512."""
+    names = ("_C::onednn_mm.default", "aten::linear.default")
+    (found,) = (op for op in trace.operations if op.path == path and op.name in names)
+    return (found.outputs[0], found.inputs[0]) if found.outputs else found.inputs[:2]
+
+
 def test_labels_of_known_operations(trace: Trace) -> None:
-    path = "model.layers.1.self_attn.qkv_proj"
-    linear = operation(trace, path, "_C::onednn_mm.default")
-    output, source, _ = linear.inputs
+    output, source = matrix_product(trace, "model.layers.1.self_attn.qkv_proj")
     assert [d.label.name for d in output.dims] == ["num_toks", "model_config"]
     assert [d.size for d in output.dims] == [trace.num_tokens, 960]
     assert [d.size for d in source.dims] == [trace.num_tokens, 576]
     embedding = operation(trace, "model.embed_tokens", "aten::embedding.default")
     assert [d.label.name for d in embedding.outputs[0].dims] == ["num_toks", "model_config"]
-    logits = operation(trace, "logits_processor", "_C::onednn_mm.default")
-    assert [d.label.name for d in logits.inputs[0].dims] == ["num_reqs", "model_config"]
+    logits, _ = matrix_product(trace, "logits_processor")
+    assert [d.label.name for d in logits.dims] == ["num_reqs", "model_config"]
     counted = trace.labels()
     assert counted[MODEL_CONFIG] > 300
     assert len(trace.unlabelled()) < 0.01 * trace.check.dimensions

@@ -135,9 +135,9 @@ def test_operations_where_kernels_decide(by_operation: RunnableSet) -> None:
     for entry in by_operation.entries:
         by_path.setdefault(entry.path, []).append(entry)
     for path in ("model.layers.1.self_attn.qkv_proj", "model.layers.0.mlp.down_proj"):
-        assert [(e.granularity, e.name) for e in by_path[path]] == [
-            ("operation", "_C::onednn_mm.default")
-        ]
+        (product,) = by_path[path]
+        assert product.granularity == "operation"
+        assert product.name in ("_C::onednn_mm.default", "aten::linear.default")  # by processor
     norm = by_path["model.layers.1.input_layernorm"]
     assert "aten::rsqrt.default" in [entry.name for entry in norm]
     assert {entry.granularity for entry in norm} == {"operation"}

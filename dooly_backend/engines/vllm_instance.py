@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 from dooly_backend.config import RunOptions
@@ -22,6 +23,16 @@ from dooly_backend.engines.vllm_quantization import unowned_modules
 from dooly_backend.engines.vllm_start import Started, graphs_of
 from dooly_backend.engines.vllm_steps import StepBuilder
 from dooly_backend.workload import Batch, Request
+
+
+def mapped_libraries(maps: Path) -> list[str]:
+    """Compiled libraries of vLLM among the files that a process has mapped, as module names.
+
+    `maps` is a process's table of Linux; none where the system has no such file.
+    """
+    lines = maps.read_text().splitlines() if maps.exists() else []
+    found = {Path(line.split()[-1]) for line in lines if "/vllm/_C" in line}
+    return sorted(f"vllm.{path.name.split('.')[0]}" for path in found if ".so" in path.name)
 
 
 class VllmInstance(Engine):
@@ -166,6 +177,9 @@ class VllmInstance(Engine):
         from vllm.platforms import current_platform
 
         libraries = sorted(name for name in sys.modules if name.startswith("vllm._C"))
+        # Those for AVX2 and for AVX-512 without bf16 are no modules by their name (their import
+        # fails once they are loaded, `vllm/platforms/cpu.py`): they are only mapped.
+        libraries = libraries or mapped_libraries(Path("/proc/self/maps"))
         return {
             "capability": torch.backends.cpu.get_cpu_capability(),
             "architecture": current_platform.get_cpu_architecture().name,

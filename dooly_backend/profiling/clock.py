@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from dooly_backend.database.records import ClockStep
 from dooly_backend.engines import Engine
+from dooly_backend.engines.base import PipelinedStep
 from dooly_backend.errors import EngineError
 from dooly_backend.workload import Batch
 
@@ -41,6 +42,9 @@ def measure_clock(engine: Engine) -> list[ClockStep]:
     after them, so that only a stream is run there. Raises EngineError where the
     engine cannot run them, or tells no device times.
     """
+    # Told by two light steps: the patterns take a minute on a device without such times.
+    for step in engine.pipelined_sequence(Batch.decode(1, _CONTEXT), [None, None]):
+        _times_of(step)
     is_deep = engine.num_layers >= _DEEP
     tokens = min(_TOKENS if is_deep else _TOKENS_OF_FEW_LAYERS, engine.max_num_tokens)
     found = []
@@ -53,21 +57,25 @@ def measure_clock(engine: Engine) -> list[ClockStep]:
         for pattern in _patterns(light_s, heavy_s, heavy, pauses if is_deep else ()):
             steps = engine.pipelined_sequence(decodes, pattern.prefills)
             for place, (fresh, step) in enumerate(zip(pattern.prefills, steps, strict=True)):
-                if step.begin_us is None or step.device_us is None:
-                    raise EngineError(
-                        "this device tells no times of its own: it has no clock to watch"
-                    )
+                begin_us, device_us = _times_of(step)
                 found.append(
                     ClockStep(
                         engine.num_layers,
                         f"{requests} requests, {pattern.name}",
                         place,
                         requests + (fresh.num_tokens if fresh else 0),
-                        step.begin_us,
-                        step.device_us,
+                        begin_us,
+                        device_us,
                     )
                 )
     return found
+
+
+def _times_of(step: PipelinedStep) -> tuple[float, float]:
+    """When the device began the step and what it took, microseconds. Raises EngineError."""
+    if step.begin_us is None or step.device_us is None:
+        raise EngineError("this device tells no times of its own: it has no clock to watch")
+    return step.begin_us, step.device_us
 
 
 @dataclass(frozen=True)
