@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from dooly_backend.engines.base import copied, hooks
 from dooly_backend.engines.paths import ModuleStack
 from dooly_backend.engines.vllm import VllmEngine
@@ -13,6 +15,10 @@ from dooly_backend.operations.tree import Node, forest
 from dooly_backend.tracing.trace import STEP, Operation, Trace
 
 LAYERS = 3  # of the session's engine
+#: The matrix product of a linear layer in bf16: vLLM's CPU build gives it to oneDNN where the
+#: processor has AVX-512, and to torch where it has not.
+WITH_ONEDNN = torch.cpu._is_avx512_supported()  # as `vllm/platforms/cpu.py` asks
+MATRIX_PRODUCT = "_C::onednn_mm.default" if WITH_ONEDNN else "aten::linear.default"
 ATTENTION = tuple(f"model.layers.{i}.self_attn.attn" for i in range(LAYERS))
 
 

@@ -14,11 +14,11 @@ from dooly_backend.config import AdaptiveSweep, Sweep, load_grid, load_sweep
 from dooly_backend.database.records import Measurement, Signature
 from dooly_backend.errors import InputError
 from dooly_backend.profiling.adaptive import (
-    Evidence,
     held_out_errors,
     most_points,
     needs,
 )
+from dooly_backend.profiling.evidence import Evidence
 from dooly_backend.profiling.families import Plane, families, shape
 from dooly_backend.profiling.ranges import Range
 from dooly_backend.profiling.sweep import batch_of, fits

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 from sample_records import ATTENTION, LINEAR, SAMPLER, at
 
 from dooly_backend.database.records import Measurement
-from dooly_backend.profiling.adaptive import Evidence
 from dooly_backend.profiling.doubts import doubtful, surprising
+from dooly_backend.profiling.evidence import Evidence
 from dooly_backend.workload import WorkloadPoint
 
 

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from engine_helpers import LAYERS, inside_modules
+from engine_helpers import LAYERS, MATRIX_PRODUCT, WITH_ONEDNN, inside_modules
 
 from dooly_backend.engines.vllm import VllmEngine
 from dooly_backend.errors import InputError, TraceError
@@ -71,10 +71,9 @@ def test_labels_say_what_the_formulas_say(trace: Trace) -> None:
 
 
 def matrix_product(trace: Trace, path: str) -> tuple[TensorSpec, TensorSpec]:
-    """Output and input of a linear layer's product: of oneDNN, or torch's without AVX-512."""
-    names = ("_C::onednn_mm.default", "aten::linear.default")
-    (found,) = (op for op in trace.operations if op.path == path and op.name in names)
-    return (found.outputs[0], found.inputs[0]) if found.outputs else found.inputs[:2]
+    """Output and input of a linear layer's product; oneDNN's writes its output to an argument."""
+    found = operation(trace, path, MATRIX_PRODUCT)
+    return found.inputs[:2] if WITH_ONEDNN else (found.outputs[0], found.inputs[0])
 
 
 def test_labels_of_known_operations(trace: Trace) -> None:

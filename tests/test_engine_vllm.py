@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from torch.utils._pytree import tree_leaves
 
 from dooly_backend.engines.base import copied, hooks
 from dooly_backend.engines.vllm import VllmEngine
-from dooly_backend.engines.vllm_instance import mapped_libraries
 from dooly_backend.errors import EngineError
 from dooly_backend.operations.cover import recorded
 from dooly_backend.tracing.trace import Trace
@@ -386,16 +384,3 @@ def test_hooks_are_gone_after_a_failed_capture(
     assert not module._forward_pre_hooks
     assert not torch_module._global_forward_pre_hooks
     assert not torch_module._global_forward_hooks
-
-
-def test_libraries_that_are_only_mapped_are_named(tmp_path: Path) -> None:
-    """Without AVX-512 or its bf16, vLLM's library is loaded but is no module by its name."""
-    maps = tmp_path / "maps"
-    maps.write_text(
-        "7f00-7f01 r--p 00000000 fd:00 11 /lib/site-packages/vllm/_C_AVX2.abi3.so\n"
-        "7f01-7f02 r-xp 00001000 fd:00 11 /lib/site-packages/vllm/_C_AVX2.abi3.so\n"
-        "7f03-7f04 r-xp 00001000 fd:00 12 /lib/site-packages/vllm/spinloop.abi3.so\n"
-        "7ffc-7ffd rw-p 00000000 00:00 0 [stack]\n"
-    )
-    assert mapped_libraries(maps) == ["vllm._C_AVX2"]
-    assert mapped_libraries(tmp_path / "none") == []

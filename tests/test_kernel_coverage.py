@@ -10,6 +10,8 @@ import pytest
 
 pytest.importorskip("torch")
 
+from engine_helpers import WITH_ONEDNN
+
 from dooly_backend.engines.vllm import VllmEngine
 from dooly_backend.errors import InputError
 from dooly_backend.operations.runnable import resolve
@@ -190,7 +192,8 @@ def test_every_operation_of_a_live_step_lies_under_one_entry(
     row = coverage.covered_step(engine, entries, Batch.parse(key), tmp_path)
     assert row["exact"]
     assert row["once"] == row["inside"]
-    assert row["inside"]["count"] > 90
+    count = row["inside"]["count"]
+    assert count > 100 if WITH_ONEDNN else count == 99
     assert row["outside"]["before the model"]["count"] > 0
     assert row["ranges_change"] == {}
     assert len(list(tmp_path.iterdir())) == 1

@@ -1,6 +1,8 @@
-"""What of vLLM's refusals reaches the user."""
+"""What of vLLM's refusals reaches the user, and which of its libraries was loaded."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 
@@ -8,6 +10,7 @@ from dooly_backend.config import RunOptions, load_model
 from dooly_backend.engines import boot
 from dooly_backend.engines.vllm_boot import import_vllm, one_line
 from dooly_backend.engines.vllm_configs import register_config
+from dooly_backend.engines.vllm_instance import mapped_libraries
 from dooly_backend.errors import InputError
 
 
@@ -62,3 +65,16 @@ def test_a_model_type_that_only_vllm_knows_gets_a_configuration_class(needs_engi
     register_config({"model_type": "nosuch", "architectures": ["NoSuchForCausalLM"]})
     with pytest.raises(ValueError, match="nosuch"):
         AutoConfig.for_model("nosuch")
+
+
+def test_libraries_that_are_only_mapped_are_named(tmp_path: Path) -> None:
+    """Without AVX-512 or its bf16, vLLM's library is loaded but is no module by its name."""
+    maps = tmp_path / "maps"
+    maps.write_text(
+        "7f00-7f01 r--p 00000000 fd:00 11 /lib/site-packages/vllm/_C_AVX2.abi3.so\n"
+        "7f01-7f02 r-xp 00001000 fd:00 11 /lib/site-packages/vllm/_C_AVX2.abi3.so\n"
+        "7f03-7f04 r-xp 00001000 fd:00 12 /lib/site-packages/vllm/spinloop.abi3.so\n"
+        "7ffc-7ffd rw-p 00000000 00:00 0 [stack]\n"
+    )
+    assert mapped_libraries(maps) == ["vllm._C_AVX2"]
+    assert mapped_libraries(tmp_path / "none") == []

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from dooly_backend.database.records import Measurement, Signature
-from dooly_backend.profiling.adaptive import Evidence
+from dooly_backend.profiling.evidence import Evidence
 from dooly_backend.profiling.families import all_planes
 from dooly_backend.workload import WorkloadPoint
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dooly_backend.config import AdaptiveSweep
@@ -50,6 +50,19 @@ class Plane:
         size, depth = place
         depths = self.depths(size)
         return self.sizes.low <= size <= self.sizes.high and depths.low <= depth <= depths.high
+
+    def encloses(self, known: Sequence[WorkloadPoint], point: WorkloadPoint) -> bool:
+        """Whether `point` lies among those of `known` that are its own, by size and by depth."""
+        place = self.place(point)
+        places = [found for other in known if (found := self.place(other)) is not None]
+        if place is None or not places:
+            return False
+        return all(
+            min(found[axis] for found in places)
+            <= place[axis]
+            <= max(found[axis] for found in places)
+            for axis in (0, 1)
+        )
 
 
 def all_planes(signature: Signature, longest: int) -> list[Plane]:

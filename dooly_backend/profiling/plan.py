@@ -12,13 +12,14 @@ from dooly_backend.database.records import Configuration, Measurement, Occurrenc
 from dooly_backend.engines import Engine
 from dooly_backend.operations.callgraph import occurrences, signatures
 from dooly_backend.operations.runnable import resolve
-from dooly_backend.profiling.adaptive import Evidence, most_points, needs
+from dooly_backend.profiling.adaptive import most_points, needs
 from dooly_backend.profiling.collective_calls import (
     CollectiveCall,
     collective_calls,
     occurrences_of,
     points_of,
 )
+from dooly_backend.profiling.evidence import Evidence
 from dooly_backend.profiling.measure import Regime
 from dooly_backend.profiling.sweep import sweep_points
 from dooly_backend.tracing.tracer import trace_model

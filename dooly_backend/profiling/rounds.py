@@ -14,8 +14,9 @@ from dooly_backend.config import AdaptiveSweep, Grid
 from dooly_backend.database import Database
 from dooly_backend.database.records import Measurement, Signature
 from dooly_backend.engines import Engine
-from dooly_backend.profiling.adaptive import Evidence, needs
+from dooly_backend.profiling.adaptive import needs
 from dooly_backend.profiling.doubts import doubtful, surprising
+from dooly_backend.profiling.evidence import Evidence
 from dooly_backend.profiling.measure import WorkloadPointKey
 from dooly_backend.profiling.sweep import batch_of, sweep_points
 from dooly_backend.workload import Batch, WorkloadPoint
