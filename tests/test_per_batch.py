@@ -54,7 +54,8 @@ def test_no_batch_is_one_that_a_fit_or_its_judge_uses() -> None:
         grid: Any = load_sweep(name)
         others |= {Batch.prefill(n) for n in grid.prefill.chunk}
         others |= {Batch.decode(n, c) for n in grid.decode.batch for c in grid.decode.context}
-        others |= {Batch.prefill(n) for n in grid.tokens}
+        # Up to 512 tokens a step is padded to a size that the sweep has, whatever its batch.
+        others |= {Batch.prefill(n) for n in grid.tokens if n > 512}
     assert not {batch.key for batch in BATCHES} & {batch.key for batch in others}
 
 

@@ -22,6 +22,7 @@ from dooly_backend.database.records import HostStep, PartCost, StepCost, StepMod
 from dooly_backend.profiling.stream_batches import STREAM_BATCHES
 from dooly_backend.regression.bundle import Bundle, load_bundle
 from dooly_backend.regression.bundle_fit import fit_bundle
+from dooly_backend.regression.clock import HEAVY_TOKENS
 from dooly_backend.regression.step_operations import step_operations_us
 from dooly_backend.regression.store_cost import store_stream_cost
 from dooly_backend.regression.stream_cost import fit_stream_cost, time_us
@@ -81,6 +82,24 @@ def by_part(costs: Sequence[PartCost]) -> dict[tuple[str, str], PartCost]:
     return {(cost.mode, cost.part): cost for cost in costs}
 
 
+#: What passes before an idle device begins: a whole graph is launched first.
+WAITS = {"full": 700.0, "piecewise": 400.0, "eager": 450.0}
+GRAPH_LAYER_US = 15.0  # of a whole graph, beside what WAITS has
+
+
+def with_lone_steps(measured: Sequence[StreamStep], noise: random.Random) -> list[StreamStep]:
+    """The steps, each alone as well: heavy ones at the higher clock of a rested device."""
+    found = []
+    for step in measured:
+        device = time_us(TRUTH[step.mode, "device"], by_hand_us(step.batch, step.num_layers))
+        launch = time_us(TRUTH[step.mode, "launch"], 0.0, step.num_layers, step.batch.num_reqs)
+        before = WAITS[step.mode] + (step.mode == "full") * GRAPH_LAYER_US * step.num_layers
+        device *= 0.88 if step.batch.num_tokens >= HEAVY_TOKENS else 1.0
+        lone = max(before + device, launch)
+        found.append(replace(step, alone_us=tuple(lone * noise.gauss(1, 0.005) for _ in range(5))))
+    return found
+
+
 def operations(measured: Sequence[StreamStep]) -> list[float]:
     return [by_hand_us(step.batch, step.num_layers) for step in measured]
 
@@ -125,6 +144,41 @@ def test_only_what_the_device_bounded_tells_of_it() -> None:
     """Four layers of a decode are launched more slowly than they run."""
     measured = [step for step in steps() if step.num_layers == 4 and step.mode == "full"][:3]
     assert {c.part for c in fit_stream_cost(measured, operations(measured))} == {"launch"}
+
+
+def test_lone_steps_tell_what_passes_before_the_device_begins() -> None:
+    measured = with_lone_steps(steps(), random.Random(1))
+    found = by_part(fit_stream_cost(measured, operations(measured)))
+    full, pieces = found["full", "before"], found["piecewise", "before"]
+    at_depth = full.step_us + 32 * full.layer_us
+    assert at_depth == pytest.approx(WAITS["full"] + 32 * GRAPH_LAYER_US, rel=0.1)
+    assert pieces.step_us + 32 * pieces.layer_us == pytest.approx(WAITS["piecewise"], rel=0.15)
+    assert full.mape < 2.0
+    # Steps without a graph are heavy, and run at another clock alone.
+    assert ("eager", "before") not in found
+    own = own_cost(None, 32, list(found.values()))
+    shapes = Shapes(
+        np.array([700, 200, 8]), np.array([700, 200, 8]), np.array([1, 1, 8]),
+        np.array([Mode.EAGER, Mode.PIECEWISE, Mode.FULL], np.int8),
+    )  # fmt: skip
+    parts = own.of(shapes)
+    assert parts.host_us[0] == pytest.approx(parts.host_us[1])
+    launched = [time_us(found[mode, "launch"], 0.0, 32, int(n)) for mode, n in
+                (("eager", 1), ("piecewise", 1), ("full", 8))]  # fmt: skip
+    assert parts.host_us + parts.launch_us == pytest.approx(launched)
+
+
+def test_what_passes_before_the_device_begins_is_no_more_than_the_launch() -> None:
+    stream = (
+        PartCost("full", "device", 0.9, 10.0),
+        PartCost("full", "launch", step_us=500.0, request_us=2.0),
+        PartCost("full", "before", step_us=900.0, request_us=1.0),
+    )
+    numbers = np.array([4])
+    own = own_cost(None, 8, stream).of(
+        Shapes(numbers, numbers, numbers, np.array([Mode.FULL], np.int8))
+    )
+    assert (own.host_us[0], own.launch_us[0]) == (504.0, 4.0)
 
 
 def test_a_backend_that_waits_while_it_launches_hides_nothing() -> None:
@@ -365,9 +419,9 @@ def test_a_file_of_before_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         for table in tables:
             database._connection.execute(f"DROP TABLE {table}")
         database._connection.execute(
-            "DELETE FROM _sqlite_migrations WHERE name = 'm008_stream_steps'"
+            "DELETE FROM _sqlite_migrations WHERE name IN ('m008_stream_steps', 'm011_lone_steps')"
         )
-        version = migrations.latest_version() - 1
+        version = migrations.latest_version() - 2
         database._connection.execute(f"PRAGMA user_version = {version}")
     with Database.open(path) as database:
         assert database.info().schema_version == migrations.latest_version()

@@ -19,6 +19,7 @@ from dooly_backend.database.schema_changes import (
     GRAPH_OF_EACH_ENVIRONMENT,
     INHERITED,
     KV_CAPACITY,
+    LONE_STEPS,
     RUN_CONDITIONS,
     STREAM_STEPS,
     TIMING,
@@ -109,6 +110,13 @@ def m009_clock(db: sqlite_utils.Database) -> None:
 def m010_timing(db: sqlite_utils.Database) -> None:
     """What measurements cost."""
     for statement in TIMING:
+        db.execute(statement)
+
+
+@MIGRATIONS()
+def m011_lone_steps(db: sqlite_utils.Database) -> None:
+    """What steps take that are waited for, and what of it comes before the device begins."""
+    for statement in LONE_STEPS:
         db.execute(statement)
 
 

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
 _SAMPLES = (
     "samples_us", "live_us", "interval_us", "launch_us",
-    "device_us", "schedule_us", "output_us",
-    "begin_us", "device_us",
+    "device_us", "alone_us", "schedule_us", "output_us", "begin_us",
 )  # fmt: skip
 _INTEGERS = ("layers", "tokens")
 #: The view `latency`, with the samples.

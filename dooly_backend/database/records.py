@@ -247,6 +247,7 @@ class StepMeasurement:
 
 #: How an engine runs a step: operation by operation, as pieces of CUDA graphs, as one graph.
 StepMode = Literal["eager", "piecewise", "full"]
+Part = Literal["device", "launch", "before", "schedule", "output"]
 
 
 @dataclass(frozen=True)
@@ -257,7 +258,9 @@ class StreamStep:
     next, `launch_us` what the host needed to launch each: the longer of the
     two decides. `device_us` is how long the device was at each by its own
     clock, waiting for launches included (nothing on a CPU). `padded_tokens`
-    are the tokens with the padding of the graph.
+    are the tokens with the padding of the graph. `alone_us` are the times of the
+    same step on an idle device, from handing it over until it is done (nothing
+    where they were not taken).
     """
 
     batch: Batch
@@ -267,6 +270,7 @@ class StreamStep:
     interval_us: tuple[float, ...]
     launch_us: tuple[float, ...]
     device_us: tuple[float, ...] = ()
+    alone_us: tuple[float, ...] = ()
 
     @cached_property
     def median_us(self) -> float:
@@ -293,13 +297,14 @@ class HostStep:
 class PartCost:
     """One part of a step: what it takes beside `share` of the sum of the operations.
 
-    `part` is "device" (what the device takes), "launch", or, in the mode "any",
-    "schedule" and "output" (`HostStep`). `mape` and `worst` are percent: each
-    batch predicted by a fit to the others.
+    `part` is "device" (what the device takes), "launch" (what the host takes to launch
+    it), "before" (what of that passes before an idle device begins, and what passes
+    after it is done), or, in the mode "any", "schedule" and "output" (`HostStep`).
+    `mape` and `worst` are percent: each batch predicted by a fit to the others.
     """
 
     mode: StepMode | Literal["any"]
-    part: Literal["device", "launch", "schedule", "output"]
+    part: Part
     share: float = 0.0
     step_us: float = 0.0
     layer_us: float = 0.0

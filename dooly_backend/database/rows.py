@@ -236,6 +236,7 @@ def stream_step_columns(step: StreamStep) -> Columns:
     intervals = _times(step.interval_us, f"step {step.batch.key}")
     launches = _times(step.launch_us, f"step {step.batch.key}")
     device = _times(step.device_us, f"step {step.batch.key}") if step.device_us else ()
+    alone = _times(step.alone_us, f"step {step.batch.key}") if step.alone_us else ()
     low, middle, high = _quartiles(intervals)
     return {
         "batch": step.batch.key,
@@ -245,6 +246,7 @@ def stream_step_columns(step: StreamStep) -> Columns:
         "interval_us": json.dumps(intervals),
         "launch_us": json.dumps(launches),
         "device_us": json.dumps(device),
+        "alone_us": json.dumps(alone),
         "interval_p25_us": low,
         "interval_median_us": middle,
         "interval_p75_us": high,
@@ -262,6 +264,7 @@ def stream_step_of(row: Row) -> StreamStep:
         interval_us=_floats(row["interval_us"]),
         launch_us=_floats(row["launch_us"]),
         device_us=_floats(row["device_us"]),
+        alone_us=_floats(row["alone_us"]),
     )
 
 

@@ -256,6 +256,25 @@ CREATE TABLE measurement_cost (
 )""",
 )
 
+LONE_STEPS: tuple[str, ...] = (
+    # SQLite can neither add a column in its place nor change a check: the tables are made anew.
+    "ALTER TABLE stream_step RENAME TO stream_step_010",
+    STREAM_STEPS[0].replace(
+        "    interval_p25_us ",
+        "    alone_us           TEXT NOT NULL CHECK (alone_us LIKE '[%]'),      "
+        "-- JSON: on an idle device\n    interval_p25_us ",
+    ),
+    """\
+INSERT INTO stream_step SELECT configuration_id, environment_id, batch, num_layers, mode,
+    padded_tokens, interval_us, launch_us, device_us, '[]', interval_p25_us, interval_median_us,
+    interval_p75_us, launch_median_us, measured_at FROM stream_step_010""",
+    "DROP TABLE stream_step_010",
+    "ALTER TABLE stream_cost RENAME TO stream_cost_010",
+    STREAM_STEPS[2].replace("'launch', ", "'launch', 'before', "),
+    "INSERT INTO stream_cost SELECT * FROM stream_cost_010",
+    "DROP TABLE stream_cost_010",
+)
+
 CLOCK_STEPS: tuple[str, ...] = (
     """\
 CREATE TABLE clock_row (

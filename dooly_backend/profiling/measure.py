@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -103,11 +104,13 @@ def measure(
     settled: dict[WorkloadPointKey, list[Sample]] = {}
     took_us = dict.fromkeys(subjects, 0.0)
     pending = list(subjects)
+    order = random.Random(0)
     for round_number in range(regime.rounds):
         fresh: dict[WorkloadPointKey, list[Sample]] = {key: [] for key in pending}
         quickest: dict[WorkloadPointKey, float] = {}  # a warm-up counts here
         for turn in range(regime.warmups + regime.repeats):
-            for key in pending:
+            # In another order each time: a place in the order can take a microsecond longer.
+            for key in order.sample(pending, len(pending)):
                 if len(fresh[key]) >= regime.samples(quickest.get(key, 0.0)):
                     continue
                 began = time.perf_counter_ns()

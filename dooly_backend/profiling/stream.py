@@ -10,7 +10,8 @@ its own. What a step takes beyond its operations is fitted later
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from dooly_backend.database import Database
@@ -33,6 +34,7 @@ from dooly_backend.simulation.records import Batches
 from dooly_backend.workload import Batch
 
 REPEATS = 12
+ALONE = 5  # steps that are waited for, of every batch
 SHALLOW = 4  # layers
 _ROOM = 0.95  # of the device
 _SPARE_BYTES = 6 * GIB  # contexts, graphs, activations
@@ -75,6 +77,8 @@ def measure_stream(
     on where it stopped.
     """
     progress = progress or Silent()
+    # On a CPU launching is computing: nothing comes before it.
+    alone = ALONE if engine.environment.device_kind == "cuda" else 0
     ids = place_of(engine, database)
     known = {step.batch for step in database.stream_steps(*ids) if _same_depth(step, engine)}
     wanted = [batch for batch in batches if batch not in known]
@@ -82,7 +86,7 @@ def measure_stream(
     progress.phase(f"timing steps in a row, {engine.num_layers} layers", len(wanted))
     with quiet_process():
         for batch in wanted:
-            found = stream_step(engine, batch, repeats)
+            found = stream_step(engine, batch, repeats, alone)
             if isinstance(found, str):
                 done.reasons[batch.key] = found
             else:
@@ -92,12 +96,13 @@ def measure_stream(
     return done
 
 
-def stream_step(engine: Engine, batch: Batch, repeats: int) -> StreamStep | str:
-    """`repeats` steps of `batch` in a row, or why they cannot run."""
+def stream_step(engine: Engine, batch: Batch, repeats: int, alone: int = 0) -> StreamStep | str:
+    """`repeats` steps of `batch` in a row, then `alone` by themselves, or why they cannot run."""
     try:
         # Predictions suppose uniform routing; a graph has it from its capture.
         with device_lock(engine.device), engine.routed("uniform"):
             steps = engine.pipelined_steps(batch, repeats)
+            waited_for = alone_us(engine, batch, alone) if alone else []
     except EngineError as error:
         return str(error)
     except (MemoryError, RuntimeError) as error:
@@ -113,7 +118,25 @@ def stream_step(engine: Engine, batch: Batch, repeats: int) -> StreamStep | str:
         tuple(round(step.interval_us, 1) for step in steps),
         tuple(round(step.launch_us, 1) for step in steps),
         tuple(round(step.device_us, 1) for step in steps if step.device_us is not None),
+        tuple(round(us, 1) for us in waited_for),
     )
+
+
+def alone_us(engine: Engine, batch: Batch, repeats: int) -> list[float]:
+    """Times of steps on an idle device, from handing each over until it is done; microseconds.
+
+    Raises EngineError for a batch that the engine has no room for.
+    """
+    found: list[float] = []
+
+    def run(step: Callable[[], None]) -> None:
+        start = time.perf_counter_ns()
+        step()
+        engine.synchronize()
+        found.append((time.perf_counter_ns() - start) / 1000)
+
+    engine.live_steps(batch, repeats, run)
+    return found
 
 
 def mode_of(engine: Engine, batch: Batch) -> tuple[StepMode, int]:

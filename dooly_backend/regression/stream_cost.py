@@ -8,6 +8,8 @@ Fitted to steps in a row (`profiling/stream.py`), by execution mode:
 - the host launches for ``step + layer * layers + request * requests``: without a
   graph every kernel is a launch of its own. What a request takes is that of whole
   graphs, where steps of many requests tell it best;
+- on an idle device ``step + layer * layers + request * requests`` of that pass before it
+  begins: what lone steps (`alone_us`) take longer than those in a row;
 - the scheduler takes ``step + request * requests`` before a step and after it,
   whatever its mode.
 
@@ -26,13 +28,15 @@ from typing import Any, Literal
 import numpy as np
 from scipy.optimize import least_squares
 
-from dooly_backend.database.records import HostStep, PartCost, StepMode, StreamStep
+from dooly_backend.database.records import HostStep, Part, PartCost, StepMode, StreamStep
 from dooly_backend.regression.batches import Floats
+from dooly_backend.regression.clock import HEAVY_TOKENS
 from dooly_backend.workload import Batch
 
 MODES: tuple[StepMode, ...] = ("full", "piecewise", "eager")
 _DAMPED = 0.05  # relative errors above which a step counts for less
 _FREELY = 0.9  # of a step: a launch that took no more did not wait for the device
+_LEAST_US = 1.0  # what is shorter, a clock of the host does not tell
 _IDLE = 0.7  # of a step: with no more operations than that the device waited for the launch
 
 
@@ -56,6 +60,9 @@ def fit_stream_cost(
             found = _of_mode(mode, chosen, request_us)
             costs += found
             request_us = found[-1].request_us if request_us is None else request_us
+            if len(found) > 1:  # the device decided some
+                before = _before(mode, chosen, *found)
+                costs += [] if before is None else [before]
     measured = sorted(hosts, key=lambda host: host.num_reqs)
     if measured:
         counts = [host.num_reqs for host in measured]
@@ -93,6 +100,7 @@ class _Step:
     interval_us: float
     launch_us: float
     on_gpu: bool
+    alone_us: float | None
 
     @classmethod
     def of(cls, step: StreamStep, operations_us: float) -> _Step:
@@ -103,6 +111,7 @@ class _Step:
             step.median_us,
             step.launch_median_us,
             bool(step.device_us),
+            statistics.median(step.alone_us) if step.alone_us else None,
         )
 
     @property
@@ -223,6 +232,59 @@ def _joint(steps: Sequence[_Step], once: bool, request_us: float | None) -> Floa
     return spread(found.x)
 
 
+def _before(
+    mode: StepMode, steps: Sequence[_Step], device: PartCost, launch: PartCost
+) -> PartCost | None:
+    """What a step that was waited for took longer than one in a row, where the device decided both.
+
+    Where the launch decided, a lone step is out when its launch is, which tells nothing of
+    what was before; and heavy steps alone run at another clock. None where no step tells.
+    """
+    telling = [
+        step
+        for step in steps
+        if step.alone_us is not None
+        and step.batch.num_tokens < HEAVY_TOKENS
+        and time_us(device, step.operations_us)
+        >= time_us(launch, 0.0, step.layers, step.batch.num_reqs)
+    ]
+    if not telling:
+        return None
+    lone = np.array([step.alone_us for step in telling], float)
+    # Those in a row as they were measured, so that no error of the operations is in it.
+    waits = np.maximum(lone - [step.interval_us for step in telling], 0.0)
+    factors = np.array([(1.0, step.layers, step.batch.num_reqs) for step in telling])
+    numbers = dict(zip(_LAUNCH, map(float, _waited(factors, waits)), strict=True))
+    cost = PartCost(mode, "before", steps=len(telling), **numbers)
+    errors = []
+    for batch in dict.fromkeys(step.batch for step in telling):
+        inside = np.array([step.batch == batch for step in telling])
+        if not inside.all():
+            left_out = _waited(factors[~inside], waits[~inside])
+            errors += list(abs(factors[inside] @ left_out - waits[inside]) / lone[inside] * 100)
+    return replace(cost, mape=statistics.fmean(errors), worst=max(errors)) if errors else cost
+
+
+def _waited(factors: Floats, waits: Floats) -> Floats:
+    """Coefficients, none negative, of the least damped errors.
+
+    All steps of an engine wait about equally long: errors relative to waits of almost
+    nothing would decide everything.
+    """
+    told = _told(factors)
+    size = 1 / np.maximum(factors[:, told].max(axis=0), np.finfo(float).tiny)
+    usual = max(float(np.median(waits)), _LEAST_US)
+
+    def residuals(scaled: Floats) -> Floats:
+        return (factors[:, told] * size) @ scaled - waits / usual
+
+    start = np.full(len(told), 1 / len(told))
+    found = least_squares(residuals, start, bounds=(0.0, np.inf), loss="soft_l1", f_scale=_DAMPED)
+    coefficients = np.zeros(factors.shape[1])
+    coefficients[told] = found.x * size * usual
+    return coefficients
+
+
 def _by_requests(
     part: Literal["schedule", "output"], counts: Sequence[int], times: Sequence[float]
 ) -> PartCost:
@@ -233,7 +295,7 @@ def _by_requests(
 
 def _fitted(
     mode: StepMode | Literal["any"],
-    part: Literal["device", "launch", "schedule", "output"],
+    part: Part,
     names: Sequence[str],
     factors: Floats,
     times: Floats,

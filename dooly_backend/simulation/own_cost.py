@@ -8,7 +8,7 @@ while the device runs earlier ones: a step lasts as long as the slower of the tw
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -164,9 +164,11 @@ def own_cost(fitted: StepCost | None, layers: int, stream: Sequence[PartCost] = 
 
 
 def _streamed(stream: Sequence[PartCost], layers: int) -> StreamedCost:
-    """Launching splits by what grows with the layers: a whole graph is out at once.
+    """What passes before the device begins is part of the launch, and not in addition to it.
 
-    A mode in which the launch bounded every step has the other modes' mean share.
+    A mode in which the launch bounded every step has the other modes' mean share, and one
+    whose lone steps told nothing has what passes before another mode's steps of several
+    launches: the host prepares them alike.
     """
     parts = {(part.mode, part.part): part for part in stream}
     shares = [part.share for part in stream if part.part == "device"]
@@ -174,15 +176,34 @@ def _streamed(stream: Sequence[PartCost], layers: int) -> StreamedCost:
     modes = {}
     for mode, name in _MODES.items():
         device = parts.get((name, "device"), PartCost("any", "device", float(np.mean(shares))))
-        launch = parts.get((name, "launch"), nothing)
-        by_layers = launch.layer_us * layers
-        before = Affine(launch.step_us, launch.request_us, launch.token_us)
-        if mode == Mode.FULL:
-            before, by_layers = replace(before, step_us=before.step_us + by_layers), 0.0
-        modes[mode] = ModeCost(device.share, device.step_us, before, Affine(by_layers))
+        launch = _at(parts.get((name, "launch"), nothing), layers)
+        known = parts.get((name, "before"))
+        if known is None and mode != Mode.FULL:
+            known = parts.get(("piecewise", "before"), parts.get(("eager", "before")))
+        before = _unmeasured(parts.get((name, "launch"), nothing), layers, mode)
+        if known is not None:
+            most = _at(known, layers)
+            before = Affine(
+                min(most.step_us, launch.step_us), min(most.request_us, launch.request_us)
+            )
+        rest = Affine(launch.step_us - before.step_us, launch.request_us - before.request_us)
+        modes[mode] = ModeCost(device.share, device.step_us, before, rest)
     schedule, output = (parts.get(("any", name), nothing) for name in ("schedule", "output"))
     return StreamedCost(
         modes,
         Affine(schedule.step_us, schedule.request_us),
         Affine(output.step_us, output.request_us),
     )
+
+
+def _at(part: PartCost, layers: int) -> Affine:
+    """A part of a step at so many layers."""
+    return Affine(part.step_us + part.layer_us * layers, part.request_us)
+
+
+def _unmeasured(launch: PartCost, layers: int, mode: Mode) -> Affine:
+    """What passes before the device begins where no lone step was timed.
+
+    What does not grow with the layers; of a whole graph all of it, which is out at once.
+    """
+    return _at(launch, layers if mode == Mode.FULL else 0)

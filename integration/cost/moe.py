@@ -187,7 +187,7 @@ def gate_rows(passes: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             "model": one_pass["model"],
             "pass": one_pass["pass"],
             "tokens": gate["tokens"],
-            "median_us": round(statistics.median(gate["inputs_us"]), 2),
+            "us": round(statistics.median(gate["inputs_us"]), 2),
             "inputs_differ_percent": apart(gate["inputs_us"]),
             "same_input_differs_percent": apart(gate["same_us"]),
         }

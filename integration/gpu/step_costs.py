@@ -5,8 +5,8 @@
 
 Each configuration must have been profiled into the database (`integration.gpu.run`),
 which says how much memory an engine takes. Every depth of every configuration is
-an engine in a process of its own; as many start together as the device holds,
-and they measure in turn: whole steps for the fit into the database, those of
+an engine in a process of its own; on every GPU of the host as many start together as it
+holds, and they measure in turn: whole steps for the fit into the database, those of
 `integration.gpu.steps` (held out) into ``OUT/steps-MODEL-BACKEND-MODE.jsonl``, then,
 without an engine, the scheduler's part. What is there already is not measured again.
 """
@@ -33,7 +33,7 @@ from dooly_backend.profiling.clock import measure_clock
 from dooly_backend.workload import Batch
 from integration.gpu.run import precision_options
 from integration.gpu.steps import BATCHES, rows
-from integration.gpu.workers import in_turn, ready
+from integration.gpu.workers import devices, in_turn_on_each, ready
 
 _ROOM = 0.92  # of the device
 _LEAST_SECONDS = 60  # an engine takes about that long to start
@@ -89,23 +89,31 @@ def run_all(
     with Database.open(db) as database:
         jobs = [job for each in configurations for job in jobs_of(database, each, depths)]
     failed = False
-    for wave in waves(jobs):
+    gpus = devices() or [None]
+    wanted = waves(jobs)
+    for several in (wanted[i : i + len(gpus)] for i in range(0, len(wanted), len(gpus))):
         left = end - time.monotonic()
         if left < _LEAST_SECONDS:
-            click.echo(f"{left:.0f} s left, not run: {', '.join(map(str, wave))}", err=True)
+            jobs_left = ", ".join(str(job) for wave in several for job in wave)
+            click.echo(f"{left:.0f} s left, not run: {jobs_left}", err=True)
             failed = True
             continue
-        commands = [
-            ["integration.gpu.step_costs", "one", job.configuration, "--depth", str(job.depth)]
-            + ["--db", str(db), "--out", str(out)]
-            + ([] if held_out else ["--no-held-out"])
-            + (["--clock"] if job.configuration in clock else [])
-            for job in wave
-        ]
-        for job, code in zip(wave, in_turn(commands, left), strict=True):
-            done = {"configuration": job.configuration, "layers": job.depth, "exit": code}
-            click.echo(json.dumps(done))
-            failed |= bool(code)
+        shares = dict(zip(gpus, several, strict=False))
+        commands = {
+            gpu: [
+                ["integration.gpu.step_costs", "one", job.configuration, "--depth", str(job.depth)]
+                + ["--db", str(db), "--out", str(out)]
+                + ([] if held_out else ["--no-held-out"])
+                + (["--clock"] if job.configuration in clock else [])
+                for job in wave
+            ]
+            for gpu, wave in shares.items()
+        }
+        for gpu, codes in in_turn_on_each(commands, left).items():
+            for job, code in zip(shares[gpu], codes, strict=True):
+                done = {"configuration": job.configuration, "layers": job.depth, "exit": code}
+                click.echo(json.dumps(done | {"device": gpu}))
+                failed |= bool(code)
     with Database.open(db) as database:
         places = product(database.configurations(), database.environments())
         for place in places:

@@ -174,7 +174,7 @@ def predicted(
         one * step.batch.num_reqs,
         np.full(1, mode, np.int8),
     )
-    launching = [part for part in fitted.stream_cost if part.part in ("device", "launch")]
+    launching = [part for part in fitted.stream_cost if part.mode != "any"]
     own = own_cost(fitted.step_cost, step.num_layers, launching).of(shapes)
     device = own.device_us(np.array([operations_us]))
     return float(device[0]), float(own.host_us[0] + own.launch_us[0])

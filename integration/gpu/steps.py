@@ -15,7 +15,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ import click
 from dooly_backend.config import RunOptions, load_model
 from dooly_backend.engines import Engine, boot
 from dooly_backend.errors import EngineError
+from dooly_backend.profiling.stream import ALONE, alone_us
 from dooly_backend.workload import Batch
 from integration.gpu.workers import in_turn, ready
 
@@ -124,7 +125,7 @@ def rows(
     for batch in reversed(batches) if reverse else batches:
         try:
             steps = engine.pipelined_steps(batch, repeats)
-            wall = walls(engine, batch, 5)
+            wall = alone_us(engine, batch, ALONE)
         except EngineError as error:
             click.echo(f"{batch.key}: {error}", err=True)
             continue
@@ -139,20 +140,6 @@ def rows(
             "launch_us": round(statistics.median(step.launch_us for step in steps), 1),
             "wall_us": round(statistics.median(wall), 1),
         }
-
-
-def walls(engine: Engine, batch: Batch, repeats: int) -> list[float]:
-    """Wall times of steps that are waited for, microseconds."""
-    found: list[float] = []
-
-    def run(step: Callable[[], None]) -> None:
-        start = time.perf_counter_ns()
-        step()
-        engine.synchronize()
-        found.append((time.perf_counter_ns() - start) / 1000)
-
-    engine.live_steps(batch, repeats, run)
-    return found
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Processes that start together and measure in turn.
 
 An engine takes a minute or more to start and seconds to measure; starting
-disturbs whoever measures. So all of them start, say that they are ready, and
-wait until it is their turn.
+disturbs whoever measures, on the other GPUs of the host as well. So all of them
+start, say that they are ready, and wait until it is their turn.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
+from typing import Any
 
 _READY = "ready"
 
@@ -49,12 +52,14 @@ def in_turn(
     budget_s: float,
     device: str | None = None,
     turns: int = 1,
+    started: Callable[[], object] = lambda: None,
 ) -> list[int]:
     """Run `commands`, each ``python -m`` arguments of a worker; their exit codes, in order.
 
     Each worker says `turns` times that it is ready: all have their first turn before any
     has its second. What is not done within `budget_s` seconds is killed. All run on the GPU
-    `device`, or on what CUDA chooses.
+    `device`, or on what CUDA chooses. `started` is called once they are ready, ahead of the
+    first turn.
     """
     workers = [
         subprocess.Popen(
@@ -71,6 +76,7 @@ def in_turn(
     end.start()
     try:
         waiting = [worker for worker in workers if _is_ready(worker)]
+        started()
         for _ in range(turns - 1):
             waiting = [worker for worker in waiting if _had_a_turn(worker)]
         for worker in waiting:
@@ -80,6 +86,38 @@ def in_turn(
         return [worker.wait() for worker in workers]
     finally:
         end.cancel()
+
+
+def in_turn_on_each(
+    commands: Mapping[str | None, Sequence[Sequence[str]]], budget_s: float, turns: int = 1
+) -> dict[str | None, list[int]]:
+    """`in_turn` on several GPUs of a host at once; the exit codes by device.
+
+    Each GPU's workers have their turns beside those of the others, but not before all workers
+    on all of them are ready. Raises what a device's turns raise.
+    """
+    everybody = threading.Barrier(len(commands) or 1)
+
+    def run(device: str | None) -> list[int]:
+        try:
+            return in_turn(commands[device], budget_s, device, turns, everybody.wait)
+        except BaseException:
+            everybody.abort()  # nobody waits for those that will not come
+            raise
+
+    with ThreadPoolExecutor(max(len(commands), 1)) as pool:
+        return dict(zip(commands, pool.map(run, commands), strict=True))
+
+
+def shared_out(configurations: Sequence[Any], devices: Sequence[str]) -> dict[str | None, Any]:
+    """Neighbours on the same GPU, as equal numbers as can be; all on CUDA's choice without one."""
+    names: list[str | None] = [*devices][: len(configurations)] or [None]
+    each, more = divmod(len(configurations), len(names))
+    ends = list(accumulate(each + (number < more) for number in range(len(names))))
+    return {
+        name: configurations[begin:end]
+        for name, begin, end in zip(names, [0, *ends], ends, strict=False)
+    }
 
 
 def _had_a_turn(worker: subprocess.Popen[str]) -> bool:

@@ -72,7 +72,7 @@ def compared(
 def step_model(fitted: BundleConfiguration, rule: Execution, layers: int) -> StepModel:
     """Injected steps of so many layers: without what the scheduler takes."""
     first, _ = fitted.configuration.facts.get("stage_layers", (0, 0))
-    launching = [part for part in fitted.stream_cost if part.part in ("device", "launch")]
+    launching = [part for part in fitted.stream_cost if part.mode != "any"]
     return StepModel(
         parts_of(of_depth(fitted.occurrences, first, layers)),
         BundlePredictor(fitted.predictors),

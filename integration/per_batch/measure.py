@@ -5,11 +5,11 @@
 
 A configuration is MODEL:BACKEND[:MODE[:PRECISION]], as for `integration.gpu.step_costs`; no
 profile is needed. Every configuration is an engine in a process of its own, at its
-defaults and with all layers. `--at-once` of them start together and take turns: each goes
-through all batches before any goes through them again, so that what two rounds differ by
-is also what minutes change. One JSON line a batch and round goes to
-``OUT/per-batch-MODEL-BACKEND[-MODE].jsonl`` as soon as it is measured; what is there is not
-measured again.
+defaults and with all layers. On every GPU of the host `--at-once` of them start together
+and take turns: each goes through all batches before any goes through them again, so that
+what two rounds differ by is also what minutes change. One JSON line a batch and round
+goes to ``OUT/per-batch-MODEL-BACKEND[-MODE].jsonl`` as soon as it is measured; what is
+there is not measured again.
 
 A batch runs many times in a row, each launched before the tokens of the one before it
 are waited for (`interval_us`: what serving sees, a decode's time per output token), and,
@@ -34,8 +34,7 @@ from dooly_backend.profiling.stream import stream_step
 from dooly_backend.profiling.timer import quiet_process
 from dooly_backend.workload import Batch
 from integration.gpu.step_costs import options_of
-from integration.gpu.steps import walls
-from integration.gpu.workers import in_turn, ready
+from integration.gpu.workers import devices, in_turn_on_each, ready, shared_out
 from integration.per_batch.batches import BATCHES, MOST_TOKENS
 
 _LEAST_SECONDS = 60  # an engine takes about that long to start
@@ -68,7 +67,7 @@ def _settings(function: Any) -> Any:
     "configurations", nargs=-1, required=True, metavar="MODEL:BACKEND[:MODE[:PRECISION]]..."
 )
 @click.option("--budget", default=540.0, show_default=True, help="Seconds for everything.")
-@click.option("--at-once", default=3, show_default=True, help="Engines that share the device.")
+@click.option("--at-once", default=3, show_default=True, help="Engines that share a GPU.")
 @_settings
 def run_all(
     configurations: tuple[str, ...], budget: float, at_once: int, out: Path, **settings: Any
@@ -77,17 +76,23 @@ def run_all(
     end = time.monotonic() + budget
     out.mkdir(parents=True, exist_ok=True)
     failed = False
-    for first in range(0, len(configurations), at_once):
-        wave = configurations[first : first + at_once]
+    gpus = devices()
+    together = at_once * max(len(gpus), 1)
+    for first in range(0, len(configurations), together):
+        wave = configurations[first : first + together]
         left = end - time.monotonic()
         if left < _LEAST_SECONDS:
             click.echo(f"{left:.0f} s left, not run: {', '.join(wave)}", err=True)
             failed = True
             continue
-        commands = [command(each, out, settings) for each in wave]
-        for each, code in zip(wave, in_turn(commands, left, turns=settings["rounds"]), strict=True):
-            click.echo(json.dumps({"configuration": each, "exit": code}))
-            failed |= bool(code)
+        shares = shared_out(wave, gpus)
+        commands = {
+            gpu: [command(each, out, settings) for each in of] for gpu, of in shares.items()
+        }
+        for gpu, codes in in_turn_on_each(commands, left, settings["rounds"]).items():
+            for each, code in zip(shares[gpu], codes, strict=True):
+                click.echo(json.dumps({"configuration": each, "exit": code, "device": gpu}))
+                failed |= bool(code)
     sys.exit(int(failed))
 
 
@@ -171,7 +176,8 @@ def measure(
 def rows(engine: Engine, batches: Sequence[Batch]) -> Iterator[dict[str, Any]]:
     """One row for each of `batches` that the engine has room for; microseconds, in order."""
     for batch in batches:
-        step = stream_step(engine, batch, _PREFILLS if batch.prefills else _DECODES)
+        repeats, alone = (_PREFILLS, _WAITED) if batch.prefills else (_DECODES, 0)
+        step = stream_step(engine, batch, repeats, alone)
         if isinstance(step, str):
             click.echo(f"{batch.key}: {step}", err=True)
             continue
@@ -184,8 +190,7 @@ def rows(engine: Engine, batches: Sequence[Batch]) -> Iterator[dict[str, Any]]:
         if step.device_us:
             row["device_us"] = round(statistics.median(step.device_us), 1)
         if batch.prefills:
-            with engine.routed("uniform"):
-                row["waited_us"] = [round(us, 1) for us in walls(engine, batch, _WAITED)]
+            row["waited_us"] = step.alone_us
         yield row
 
 
