@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -329,12 +329,14 @@ def _options(model: str, settings: dict[str, Any]) -> RunOptions:
 
 
 @contextmanager
-def running_engine(options: RunOptions) -> Iterator[Engine]:
+def running_engine(
+    options: RunOptions, before_device: Callable[[], object] = lambda: None
+) -> Iterator[Engine]:
     """The engine that `options` describe, closed at the end; says on stderr what it does."""
     with console.log().status(f"starting {options.engine} with {options.model.name}"):
         from dooly_backend.engines import boot
 
-        engine = boot(options)
+        engine = boot(options, before_device)
     with engine:
         yield engine
 

@@ -6,8 +6,9 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -139,25 +140,34 @@ def test_what_failed_comes_last_and_what_was_killed_does_not(tmp_path: Path) -> 
 
 
 class Devices:
-    """Stands for `in_turn`: notes what ran where; a wave takes 20 ms."""
+    """Makes what stands for `Wave`: notes what ran where; a wave takes 20 ms."""
 
     def __init__(self) -> None:
         self.ran: list[tuple[str | None, list[str]]] = []
+        self.events: list[str] = []
         self.lock = threading.Lock()
 
-    def __call__(
-        self, commands: Sequence[Sequence[str]], budget_s: float, device: str | None = None
-    ) -> list[int]:
-        assert budget_s > 0
-        with self.lock:
-            self.ran.append((device, [command[3] for command in commands]))
-        time.sleep(0.02)
-        return [0] * len(commands)
+    def __call__(self, commands: Sequence[Sequence[str]], device: str | None) -> SimpleNamespace:
+        names = [command[3] for command in commands]
+        self.events.append(f"{device}: start {names[0]}")
+
+        def run(budget_s: float, started: Callable[[], object], staged: bool) -> list[int]:
+            assert budget_s > 0
+            assert staged
+            self.events.append(f"{device}: up {names[0]}")
+            started()
+            with self.lock:
+                self.ran.append((device, names))
+            time.sleep(0.02)
+            self.events.append(f"{device}: done {names[0]}")
+            return [0] * len(commands)
+
+        return SimpleNamespace(run=run)
 
 
 def test_devices_take_waves_from_one_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     devices = Devices()
-    monkeypatch.setattr(module, "in_turn", devices)
+    monkeypatch.setattr(module, "Wave", devices)
     monkeypatch.setattr(module, "_LEAST_SECONDS", 0.0)
     queue = deque([[Job("m", f"B{i}", "eager")] for i in range(6)])
     attempts = Attempts(tmp_path / "attempts.jsonl")
@@ -175,13 +185,25 @@ def test_devices_take_waves_from_one_queue(tmp_path: Path, monkeypatch: pytest.M
     assert len((tmp_path / "attempts.jsonl").read_text().splitlines()) == 6
 
 
+def test_the_next_wave_starts_while_one_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices = Devices()
+    monkeypatch.setattr(module, "Wave", devices)
+    queue = deque([[Job("m", name, "eager")] for name in "abc"])
+    attempts = Attempts(tmp_path / "attempts.jsonl")
+    work(queue, [], time.monotonic() + 120, "0", attempts)
+    order = ["start a", "up a", "start b", "done a", "up b", "start c", "done b", "up c", "done c"]
+    assert devices.events == [f"0: {event}" for event in order]
+
+
 def test_no_wave_starts_without_time_for_its_engines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     devices = Devices()
-    monkeypatch.setattr(module, "in_turn", devices)
+    monkeypatch.setattr(module, "Wave", devices)
     queue = deque([[LLAMA]])
-    work(queue, [], time.monotonic() + 60, "0", Attempts(tmp_path / "attempts.jsonl"))
+    work(queue, [], time.monotonic() + 59, "0", Attempts(tmp_path / "attempts.jsonl"))
     assert devices.ran == []
     assert list(queue) == [[LLAMA]]
 

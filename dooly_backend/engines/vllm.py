@@ -29,9 +29,11 @@ class VllmEngine(VllmInstance):
     """One vLLM EngineCore in this process, with dummy weights and few layers."""
 
     @classmethod
-    def boot(cls, options: RunOptions) -> VllmEngine:
+    def boot(
+        cls, options: RunOptions, before_device: Callable[[], object] = lambda: None
+    ) -> VllmEngine:
         """Start vLLM with dummy weights. Raises what `vllm_start.start` raises."""
-        started = start(options)
+        started = start(options, before_device)
         with started.undo as undo:
             engine = cls(started, options)
             engine._undo = undo.pop_all()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import tempfile
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +48,11 @@ class Started:
     undo: ExitStack
 
 
-def start(options: RunOptions) -> Started:
+def start(options: RunOptions, before_device: Callable[[], object]) -> Started:
     """Start vLLM. What fails leaves nothing behind.
 
-    Raises EngineError, in one line, when vLLM refuses, and InputError when so
+    `before_device` is called when all is imported and vLLM has worked out its configuration.
+        Raises EngineError, in one line, when vLLM refuses, and InputError when so
     few layers are asked for that they do not show every kind.
     """
     import_vllm(options.threads)
@@ -85,6 +87,8 @@ def start(options: RunOptions) -> Started:
                 if options.compiled:
                     undo.enter_context(graphs_routed())
                 config = EngineArgs(**arguments).create_engine_config()
+                import_module(config.parallel_config.worker_cls.rpartition(".")[0])
+                before_device()
                 core = EngineCore(config, Executor.get_class(config), log_stats=False)
         except DoolyError:
             raise

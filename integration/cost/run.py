@@ -41,10 +41,10 @@ from integration.cost.jobs import BACKENDS, Job, jobs_of, newest_first
 from integration.gpu.run import APART, LAYERS
 from integration.gpu.step_costs import Job as Engine
 from integration.gpu.step_costs import waves
-from integration.gpu.workers import devices, in_turn
+from integration.gpu.workers import Wave, devices
 
 _GPU_BYTES = 139 * GIB  # of an H200; --memory says another
-_LEAST_SECONDS = 90  # engines that start together take about that long to start
+_LEAST_SECONDS = 60  # engines that start together take about that long to start
 
 
 @click.command()
@@ -154,21 +154,47 @@ def work(
     device: str | None,
     attempts: Attempts,
 ) -> None:
-    """One device's part: wave after wave, while there is time for another."""
+    """One device's part: wave after wave, while there is time for another.
+
+    The next wave's processes start when this one's engines are up: what they import and
+    work out needs no device, and takes longer than the rest of a start.
+    """
     least = _LEAST_SECONDS if device is not None else 0.0
-    while (left := end - time.monotonic()) > least:
+
+    def next_wave() -> tuple[list[Job], Wave] | None:
+        if end - time.monotonic() <= least:
+            return None
         try:
-            wave = queue.popleft()
+            jobs = queue.popleft()
         except IndexError:  # another device took the last one
-            return
+            return None
         commands = [
-            ["integration.gpu.run", "one", job.model, job.backend, job.mode, *options]
-            for job in wave
+            ["integration.gpu.run", "one", job.model, job.backend, job.mode, *options, "--staged"]
+            for job in jobs
         ]
+        return jobs, Wave(commands, device)
+
+    upcoming = next_wave()
+    while upcoming is not None:
+        (jobs, wave), upcoming = upcoming, None
         began = time.monotonic()
-        codes = in_turn(commands, left, device)
-        for job, code in zip(wave, codes, strict=True):
+
+        def prepare() -> None:
+            nonlocal upcoming
+            if device is not None:  # on a CPU it would disturb what is measured there
+                upcoming = next_wave()
+
+        try:
+            codes = wave.run(max(end - began, 0.0), started=prepare, staged=True)
+        except BaseException:
+            wave.kill()
+            if upcoming is not None:
+                upcoming[1].kill()
+            raise
+        for job, code in zip(jobs, codes, strict=True):
             attempts.add(job, code, device, time.monotonic() - began)
+        if upcoming is None:
+            upcoming = next_wave()
 
 
 class Attempts:

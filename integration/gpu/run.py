@@ -107,6 +107,7 @@ def run_all(
 @click.option("--max-num-batched-tokens", default=8192, show_default=True)
 @click.option("--threads", type=int, help="Of a CPU engine.")
 @click.option("--wait", is_flag=True, help="Start the engine, then wait for a line on stdin.")
+@click.option("--staged", is_flag=True, help="Wait for another before the device is needed.")
 def run_one(
     model: str,
     backend: str,
@@ -122,6 +123,7 @@ def run_one(
     max_num_batched_tokens: int,
     threads: int | None,
     wait: bool,
+    staged: bool,
 ) -> None:
     """Profile MODEL with BACKEND; with auto, the engine chooses one.
 
@@ -145,7 +147,7 @@ def run_one(
         threads=threads,
         **precision_options(precision),
     )
-    with running_engine(options) as engine:
+    with running_engine(options, ready if staged else lambda: None) as engine:
         if wait:
             ready()
         for name, path in (*((name, db) for name in sweep), *apart):

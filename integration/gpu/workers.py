@@ -47,6 +47,62 @@ def on_device(device: str | None) -> dict[str, str]:
     return {**os.environ, "CUDA_VISIBLE_DEVICES": device, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
+class Wave:
+    """Workers that share the GPU `device`, or what CUDA chooses; their processes start at once.
+
+    `commands` are the ``python -m`` arguments of each. A worker that fails is left out.
+    """
+
+    def __init__(self, commands: Sequence[Sequence[str]], device: str | None = None) -> None:
+        self._workers = [
+            subprocess.Popen(
+                [sys.executable, "-m", *command],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env=on_device(device),
+            )
+            for command in commands
+        ]
+
+    def run(
+        self,
+        budget_s: float,
+        turns: int = 1,
+        started: Callable[[], object] = lambda: None,
+        staged: bool = False,
+    ) -> list[int]:
+        """Let them work; their exit codes, in order.
+
+        Each says `turns` times that it is ready: all have their first turn before any has its
+        second. `staged` ones say so once before, when they need the device, and take it together.
+        `started` is called ahead of the first turn. What is not done within `budget_s` seconds
+        is killed.
+        """
+        # Also while they start: one that hangs must not take the others' results with it.
+        end = threading.Timer(budget_s, self.kill)
+        end.start()
+        try:
+            waiting = [worker for worker in self._workers if _is_ready(worker)]
+            if staged:
+                told = [worker for worker in waiting if _tell(worker)]
+                waiting = [worker for worker in told if _is_ready(worker)]
+            started()
+            for _ in range(turns - 1):
+                waiting = [worker for worker in waiting if _tell(worker) and _is_ready(worker)]
+            for worker in waiting:
+                output, _ = worker.communicate("go\n")
+                sys.stdout.write(output)
+                sys.stdout.flush()
+            return [worker.wait() for worker in self._workers]
+        finally:
+            end.cancel()
+
+    def kill(self) -> None:
+        for worker in self._workers:
+            worker.kill()
+
+
 def in_turn(
     commands: Sequence[Sequence[str]],
     budget_s: float,
@@ -54,38 +110,8 @@ def in_turn(
     turns: int = 1,
     started: Callable[[], object] = lambda: None,
 ) -> list[int]:
-    """Run `commands`, each ``python -m`` arguments of a worker; their exit codes, in order.
-
-    Each worker says `turns` times that it is ready: all have their first turn before any
-    has its second. What is not done within `budget_s` seconds is killed. All run on the GPU
-    `device`, or on what CUDA chooses. `started` is called once they are ready, ahead of the
-    first turn.
-    """
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-m", *command],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=on_device(device),
-        )
-        for command in commands
-    ]
-    # Also while they start: one that hangs must not take the others' results with it.
-    end = threading.Timer(budget_s, lambda: [worker.kill() for worker in workers])
-    end.start()
-    try:
-        waiting = [worker for worker in workers if _is_ready(worker)]
-        started()
-        for _ in range(turns - 1):
-            waiting = [worker for worker in waiting if _had_a_turn(worker)]
-        for worker in waiting:
-            output, _ = worker.communicate("go\n")
-            sys.stdout.write(output)
-            sys.stdout.flush()
-        return [worker.wait() for worker in workers]
-    finally:
-        end.cancel()
+    """Start a `Wave` of `commands` and run it; the exit codes, in order."""
+    return Wave(commands, device).run(budget_s, turns, started)
 
 
 def in_turn_on_each(
@@ -120,15 +146,15 @@ def shared_out(configurations: Sequence[Any], devices: Sequence[str]) -> dict[st
     }
 
 
-def _had_a_turn(worker: subprocess.Popen[str]) -> bool:
-    """Let the worker go, and wait until it is ready again; False when it ends first."""
+def _tell(worker: subprocess.Popen[str]) -> bool:
+    """Let the worker go; False when it has ended."""
     assert worker.stdin is not None
     try:
         worker.stdin.write("go\n")
         worker.stdin.flush()
     except BrokenPipeError:  # killed while it waited
         return False
-    return _is_ready(worker)
+    return True
 
 
 def _is_ready(worker: subprocess.Popen[str]) -> bool:
