@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from dooly_backend.database import Database
+from dooly_backend.database.shipped import shipped_path
+from dooly_backend.errors import DatabaseError, InputError
 from dooly_backend.exporters import get_exporter
 from dooly_backend.regression.latency import LatencyModel
 from dooly_backend.workload import Batch
@@ -65,3 +67,43 @@ def test_it_exports_without_a_gpu(models: dict[str, LatencyModel], tmp_path: Pat
     manifest = json.loads((tmp_path / "export" / "manifest.json").read_text())
     assert manifest["device"] == "NVIDIA H200"
     assert abs(manifest["conservation"]["prefill"]["worst_percent"]) < 1
+
+
+def unpacked(monkeypatch: pytest.MonkeyPatch, cache: Path) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    return shipped_path("h200")
+
+
+def test_it_is_unpacked_once_for_a_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = unpacked(monkeypatch, tmp_path)
+    assert first.parent == tmp_path / "dooly"
+    before = first.stat().st_mtime_ns
+    assert unpacked(monkeypatch, tmp_path) == first
+    assert first.stat().st_mtime_ns == before
+    assert list(first.parent.iterdir()) == [first]
+    with Database.open(first, read_only=True) as database:
+        assert database.info().measurements > 10_000
+
+
+def test_where_the_cache_cannot_be_written_it_is_a_temporary_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "dooly").write_text("a file where the folder should be")
+    path = unpacked(monkeypatch, tmp_path)
+    assert tmp_path not in path.parents
+    with Database.open(path, read_only=True) as database:
+        assert database.info().measurements > 10_000
+
+
+def test_where_nothing_can_be_written_it_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "dooly").write_text("")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
+    with pytest.raises(DatabaseError, match="set XDG_CACHE_HOME to a folder with 9 MiB"):
+        unpacked(monkeypatch, tmp_path)
+
+
+def test_an_unknown_name_tells_what_is_shipped() -> None:
+    with pytest.raises(InputError, match=r"no built-in database 'h100' \(h200\)"):
+        Database.open("builtin:h100")

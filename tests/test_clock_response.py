@@ -19,7 +19,7 @@ from dooly_backend.regression.clock import HEAVY_TOKENS, ClockResponse, fit_cloc
 from dooly_backend.simulation.device_clock import DeviceClock
 from tests.sample_records import H200, QWEN
 
-TRUTH = ClockResponse(cool=0.82, slope=0.25, tau_s=0.04, warm_tokens=200.0)
+TRUTH = ClockResponse(0.82, 0.25, 0.04, 200.0, light=0.05, light_token=0.0004)
 SLICE_S = 1e-4
 
 
@@ -41,7 +41,9 @@ def steps_of(
             begin, work = now, 0.0
             tokens = 2048 if is_heavy else requests
             while work < share * (0.050 if is_heavy else 0.005):
-                work += SLICE_S / (truth.share(heat) if is_heavy else 1.0)
+                work += SLICE_S / (
+                    truth.share(heat) if is_heavy else truth.light_share(heat, tokens)
+                )
                 heat += (truth.target(tokens) - heat) * SLICE_S / truth.tau_s
                 now += SLICE_S
             took = (now - begin) * (1 + noise * draw.gauss(0, 1))
@@ -73,6 +75,14 @@ def test_the_response_is_found_again(noise: float) -> None:
         assert found.response.share(heat) == pytest.approx(TRUTH.share(heat), abs=0.015 + noise)
     assert found.response.tau_s == pytest.approx(TRUTH.tau_s, rel=0.3)
     assert found.response.warm_tokens == pytest.approx(TRUTH.warm_tokens, rel=0.3)
+    for tokens in (8, 128):
+        light = found.response.light_share(1.0, tokens)
+        assert light == pytest.approx(TRUTH.light_share(1.0, tokens), abs=0.02 + noise)
+
+
+def test_light_steps_that_were_never_behind_heavy_ones_tell_nothing() -> None:
+    found = fit_clock(list(steps_of(TRUTH, {("stream", 8): REST + [True] * 40})))
+    assert found.response.light == found.response.light_token == 0.0
 
 
 def test_a_database_keeps_the_steps_it_is_found_in(tmp_path: Path) -> None:

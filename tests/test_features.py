@@ -51,6 +51,8 @@ def test_a_mixed_batch_by_hand() -> None:
         "decode_context": 24.5,
         "decode_longest": 41,
         "decode_unevenness": 41 / 25.5,
+        "prefill_blocks": 2,
+        "decode_blocks": 2,
     }
 
 

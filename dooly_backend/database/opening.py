@@ -14,24 +14,13 @@ import sqlite3
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from importlib import resources
 from pathlib import Path
 
 from dooly_backend.database import migrations
 from dooly_backend.database.faults import BUSY_SECONDS, explained, fault, primary_code
-from dooly_backend.errors import DamagedError, DatabaseError, InputError
+from dooly_backend.errors import DamagedError, DatabaseError
 
 _LOG_SECONDS = 5.0
-
-
-def builtin_path(name: str) -> Path:
-    """The file of a database that is shipped with the package. Raises InputError."""
-    folder = Path(str(resources.files("dooly_backend.database"))) / "builtin"
-    names = sorted(file.stem for file in folder.glob("*.db"))
-    if name not in names:
-        shipped = ", ".join(names) or "none is shipped"
-        raise InputError(f"no built-in database {name!r} ({shipped}): give a file")
-    return folder / f"{name}.db"
 
 
 def open_for_writing(path: Path, *, create: bool) -> sqlite3.Connection:

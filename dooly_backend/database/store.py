@@ -28,6 +28,7 @@ from dooly_backend.database.records import (
     SkippedPoint,
 )
 from dooly_backend.database.rows import insertion
+from dooly_backend.database.shipped import shipped_path
 from dooly_backend.errors import DatabaseError, InputError
 from dooly_backend.workload import WorkloadPoint
 
@@ -50,7 +51,7 @@ class Database(PlaceStore):
         if str(path).startswith(BUILTIN):
             if create:
                 raise InputError(f"{path} cannot be written: give a file of your own as --db")
-            path = opening.builtin_path(str(path).removeprefix(BUILTIN))
+            path = shipped_path(str(path).removeprefix(BUILTIN))
             read_only = True
         path = Path(path)
         if read_only:

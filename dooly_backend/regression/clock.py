@@ -5,8 +5,9 @@ than the device may draw for long, and the clock falls. The device's *heat* h
 follows what runs, with the time constant `tau_s`: towards 1 during a heavy step,
 towards ``tokens / warm_tokens`` (1 at most) during a light one, towards 0 while
 it idles. A heavy step takes ``min(1, cool + slope * h)`` of the time that it takes
-in a long stream of heavy steps. Light steps, which wait for memory, take what they
-take. Found on an H200 (docs/gpu.md); `profiling/clock.py` measures the steps.
+in a long stream of heavy steps. A light step, which mostly waits for memory, takes
+``1 + (light + light_token * tokens) * h`` times what it takes on a rested device.
+Found on an H200 (docs/gpu.md); `profiling/clock.py` measures the steps.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import numpy as np
@@ -35,17 +36,24 @@ _TAUS_S = np.geomspace(0.005, 1.0, 28)
 NEVER_WARM = 1e9
 _WARM_TOKENS = (*np.geomspace(32, 2048, 13), NEVER_WARM)
 _IDLE_US = 100.0  # a device that waited longer for a step has waited for its inputs, too
+_HOT = 0.3  # light steps that were never behind a heavy one tell nothing
 _UNLIKELY = 0.03  # relative errors above which a step counts for less
 
 
 @dataclass(frozen=True)
 class ClockResponse:
-    """The numbers of a device: `cool` and `slope` are shares, `tau_s` seconds."""
+    """The numbers of a device: `cool`, `slope` and `light` are shares, `tau_s` seconds."""
 
     cool: float
     slope: float
     tau_s: float
     warm_tokens: float = NEVER_WARM
+    light: float = 0.0
+    light_token: float = 0.0
+
+    def light_share(self, heat: float, tokens: float) -> float:
+        """Of its time on a rested device, what a light step of `tokens` takes at `heat`."""
+        return 1.0 + (self.light + self.light_token * tokens) * heat
 
     def share(self, heat: float) -> float:
         """Of its time in a long stream, what a heavy step takes at `heat`, 0 to 1."""
@@ -59,18 +67,27 @@ class ClockResponse:
         """The heat after `seconds` of what leads to `target`; nothing leads to 0."""
         return target + (heat - target) * math.exp(-seconds / self.tau_s)
 
-    def mean(self, heat: float, seconds: float) -> float:
-        """The mean heat over `seconds` of a heavy step that begins at `heat`."""
+    def mean(self, heat: float, seconds: float, target: float = 1.0) -> float:
+        """The mean heat over `seconds` of what leads to `target` and begins at `heat`."""
         if seconds <= 0.0:
             return heat
-        return 1.0 + (1.0 - heat) * self.tau_s / seconds * math.expm1(-seconds / self.tau_s)
+        share = -self.tau_s / seconds * math.expm1(-seconds / self.tau_s)
+        return target + (heat - target) * share
 
-    def took_s(self, heat: float, stream_s: float) -> float:
-        """Seconds of a heavy step that begins at `heat` and takes `stream_s` in a stream."""
-        took = stream_s * self.share(heat)
-        for _ in range(_ROUNDS):
-            took = stream_s * self.share(self.mean(heat, took))
-        return took
+    def took_s(self, heat: float, steady_s: float, tokens: float = HEAVY_TOKENS) -> float:
+        """Seconds of a step that begins at `heat`.
+
+        `steady_s` is what it takes in a stream, if it is heavy, and on a rested device if it
+        is light.
+        """
+        if tokens >= HEAVY_TOKENS:
+            took = steady_s * self.share(heat)
+            for _ in range(_ROUNDS):
+                took = steady_s * self.share(self.mean(heat, took))
+            return took
+        return steady_s * self.light_share(
+            self.mean(heat, steady_s, self.target(round(tokens))), tokens
+        )
 
 
 @dataclass(frozen=True)
@@ -105,7 +122,40 @@ def fit_clock(steps: Sequence[ClockStep]) -> ClockFit:
             fits.append((*_linear(heats, shares), response))
     _, cool, slope, error, found = min(fits, key=lambda fit: fit[0])
     response = ClockResponse(cool, slope, found.tau_s, found.warm_tokens)
+    light, light_token = _of_light_steps(rows, response)
+    response = replace(response, light=light, light_token=light_token)
     return ClockFit(response, error, len(shares))
+
+
+def _of_light_steps(rows: Sequence[_Row], response: ClockResponse) -> tuple[float, float]:
+    """How much longer light steps take at a heat of 1: a share, and one for each token.
+
+    What a light step takes on a rested device is found for each size beside it.
+    """
+    steps = [step for row in rows for step in row.light(response)]
+    sizes = sorted({size for size, _, _ in steps})
+    if len(steps) < _FEWEST or not any(heat > _HOT for _, heat, _ in steps):
+        return 0.0, 0.0
+    place = np.array([sizes.index(size) for size, _, _ in steps])
+    tokens = np.array([size[2] for size, _, _ in steps], float)
+    heats = np.array([heat for _, heat, _ in steps])
+    took = np.log([us for _, _, us in steps])
+    rested = [float(np.median(took[place == number])) for number in range(len(sizes))]
+    most = tokens.max()
+
+    def residuals(numbers: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        longer = (numbers[0] + numbers[1] * tokens / most) * heats
+        return numbers[2:][place] + np.log1p(longer) - took
+
+    low = [0.0, 0.0, *[-np.inf] * len(sizes)]
+    found = least_squares(
+        residuals,
+        [0.01, 0.01, *rested],
+        bounds=(low, np.inf),
+        loss="soft_l1",
+        f_scale=_UNLIKELY,
+    )
+    return float(found.x[0]), float(found.x[1] / most)
 
 
 def explained(
@@ -188,6 +238,16 @@ class _Row:
             if self._tells(idle_us, step, stream_us):
                 yield response.mean(heat, took)
             heat = response.after(heat, took, response.target(step.tokens))
+
+    def light(self, response: ClockResponse) -> Iterator[tuple[_Size, float, float]]:
+        """Of each light step its size, mean heat and microseconds, where it is told."""
+        heat = 0.0
+        for idle_us, step in self._steps_and_idle():
+            heat = response.after(heat, idle_us / 1e6)
+            took, target = step.device_us / 1e6, response.target(step.tokens)
+            if step.tokens < HEAVY_TOKENS and idle_us < _IDLE_US:
+                yield _size(step), response.mean(heat, took, target), step.device_us
+            heat = response.after(heat, took, target)
 
     def _steps_and_idle(self) -> Iterator[tuple[float, ClockStep]]:
         """Every step, and how long the device idled before it."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,13 +34,14 @@ from dooly_backend.regression.roofline import (
     Phase,
     PhasePart,
     PhasePredictor,
-    Trend,
+    errors_of,
     fit_trend,
     load_trend,
     phases_of,
     present,
     pure,
 )
+from dooly_backend.regression.switch import fit_switched, load_switched
 
 _FEWEST = 6  # points of a phase
 _FEWEST_MIXED = 12
@@ -195,7 +197,13 @@ class Corrected(Regressor):
             alone = pure(data, phase)
             if alone.any():
                 before = earlier["phases"].get(phase.name) if earlier is not None else None
-                learned[phase.name] = _fit_phase(data.only(alone), phase, before)
+                learned[phase.name] = fit_switched(
+                    data.only(alone),
+                    phase.switch,
+                    partial(_fit_phase, phase),
+                    errors_of(phase),
+                    before,
+                )
                 part = _load_phase(learned[phase.name], phase, data.features)
                 some = present(data, phase)
                 us[some] = part.many(data.rows[some])
@@ -224,34 +232,32 @@ class Corrected(Regressor):
         return _Mixed(parts, joint, features, Process(parameters["mixed"]))
 
 
-def _fit_phase(data: Training, phase: Phase, earlier: Parameters | None) -> Parameters:
+def _fit_phase(phase: Phase, data: Training, earlier: Parameters | None) -> Parameters:
     if len(data) < _FEWEST:
         raise UnfitError(f"needs {_FEWEST} points of {phase.name}, has {len(data)}")
-    trend = fit_trend(data, phase)
+    trend = fit_trend(data, phase, earlier["trend"] if earlier is not None else None)
     residuals = np.log(data.us / load_trend(trend, data.features).many(data.rows))
     points = Coordinates(phase.coordinates, data.features).many(data.rows)
     before = earlier["process"] if earlier is not None else None
     return {"trend": trend, "process": fit_process(points, residuals, data.noise, before)}
 
 
-def _load_phase(parameters: Parameters, phase: Phase, features: tuple[str, ...]) -> _CorrectedPart:
-    trend = load_trend(parameters["trend"], features)
-    return _CorrectedPart(trend, phase, features, Process(parameters["process"]))
+def _load_phase(parameters: Parameters, phase: Phase, features: tuple[str, ...]) -> PhasePart:
+    times = load_switched(parameters, features, lambda each: _CorrectedTrend(each, phase, features))
+    return PhasePart(times, phase, features)
 
 
-class _CorrectedPart(PhasePart):
-    def __init__(
-        self, trend: Trend, phase: Phase, features: tuple[str, ...], process: Process
-    ) -> None:
-        super().__init__(trend, phase, features)
-        self._process = process
+class _CorrectedTrend(Predictor):
+    def __init__(self, parameters: Parameters, phase: Phase, features: tuple[str, ...]) -> None:
+        self._trend = load_trend(parameters["trend"], features)
+        self._process = Process(parameters["process"])
         self._coordinates = Coordinates(phase.coordinates, features)
 
     def many(self, rows: Floats) -> Floats:
-        return super().many(rows) * np.exp(self._process.many(self._coordinates.many(rows)))
+        return self._trend.many(rows) * np.exp(self._process.many(self._coordinates.many(rows)))
 
     def one(self, row: Sequence[float]) -> float:
-        return super().one(row) * math.exp(self._process.one(self._coordinates.one(row)))
+        return self._trend.one(row) * math.exp(self._process.one(self._coordinates.one(row)))
 
 
 # -- mixed batches --------------------------------------------------------------
@@ -286,13 +292,15 @@ def _learns(points: Floats, residuals: Floats, noise: Floats) -> bool:
     """Whether a process brings residuals that it has not seen closer to nothing.
 
     Few batches in as many axes as mixed ones have are learned by heart: the gain at
-    left-out ones must exceed its standard error.
+    left-out ones must exceed its standard error. How far a process looks along each axis
+    is tuned once, on all of them: that is a few numbers, and most of the time.
     """
+    whole = {"hyper": _tuned(points, residuals, noise)}
     folds = np.arange(len(points)) % _FOLDS
     gains = np.zeros(len(points))
     for fold in range(_FOLDS):
         held = folds == fold
-        seen = fit_process(points[~held], residuals[~held], noise[~held], None)
+        seen = fit_process(points[~held], residuals[~held], noise[~held], whole)
         left = residuals[held] - Process(seen).many(points[held])
         gains[held] = np.abs(residuals[held]) - np.abs(left)
     return bool(gains.mean() > gains.std(ddof=1) / math.sqrt(len(gains)))

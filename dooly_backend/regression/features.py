@@ -131,8 +131,9 @@ def _batch(point: WorkloadPoint) -> Batch:
 def facts_of(signature: Signature) -> dict[str, float]:
     """Numbers that the signature's canonical text tells and its features need.
 
-    "window" of an attention layer with a sliding window, in tokens; "experts"
-    and "top_k" of a mixture of experts.
+    "window" of an attention layer with a sliding window, in tokens, "kv_heads" and
+    "queries_per_kv" of one that tells its heads; "experts" and "top_k" of a mixture of
+    experts.
     """
     try:
         described = json.loads(signature.canonical)
@@ -144,10 +145,16 @@ def facts_of(signature: Signature) -> dict[str, float]:
         routing = described["routing"]
         return {"experts": float(routing["experts"]), "top_k": float(routing["top_k"])}
     attributes = described.get("attributes")
-    window = attributes.get("sliding_window") if isinstance(attributes, dict) else None
-    if signature.kind == "batch" and isinstance(window, int) and window > 0:
-        return {"window": float(window)}
-    return {}
+    if signature.kind != "batch" or not isinstance(attributes, dict):
+        return {}
+    facts = {}
+    window = attributes.get("sliding_window")
+    if isinstance(window, int) and window > 0:
+        facts["window"] = float(window)
+    heads, kv_heads = attributes.get("num_heads"), attributes.get("num_kv_heads")
+    if isinstance(heads, int) and isinstance(kv_heads, int) and kv_heads > 0:
+        facts |= {"kv_heads": float(kv_heads), "queries_per_kv": heads / kv_heads}
+    return facts
 
 
 def expected_experts(num_tokens: Any, experts: float, top_k: float) -> Any:
@@ -270,3 +277,21 @@ def _decode_unevenness(batches: BatchArray, facts: Facts) -> Floats:
     keys = _decode_keys(batches, facts)
     mean = batches.sum(keys) / np.maximum(batches.decodes, 1.0)
     return np.where(batches.decodes > 0, batches.max(keys) / np.maximum(mean, 1.0), 1.0)
+
+
+# -- attention: thread blocks ---------------------------------------------------
+
+#: Rows of a thread block: queries of one key-value head, those of several tokens together
+#: (FlashAttention 3 and FlashInfer with heads of 128).
+ROWS = 128
+
+
+@feature("batch", "prefill_blocks", "blocks", "thread blocks of the prefills: rows of 128 a head")
+def _prefill_blocks(batches: BatchArray, facts: Facts) -> Floats:
+    tiles = np.ceil(batches.query * facts.get("queries_per_kv", 1.0) / ROWS)
+    return batches.sum(_of_prefills(batches, tiles)) * facts.get("kv_heads", 1.0)
+
+
+@feature("batch", "decode_blocks", "blocks", "thread blocks of the decodes: one for each head")
+def _decode_blocks(batches: BatchArray, facts: Facts) -> Floats:
+    return batches.decodes * facts.get("kv_heads", 1.0)

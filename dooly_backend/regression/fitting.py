@@ -11,6 +11,8 @@ it is better by more than chance.
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -40,6 +42,8 @@ _FOLDS = 10
 _MARGIN = 1.0
 _WORTH = 1e-3  # and in its mean relative error
 _SHORTEST_US = 0.01
+#: Points that take longer to learn from than processes to start.
+_WORTH_PROCESSES = 3000
 
 
 @dataclass(frozen=True)
@@ -127,7 +131,7 @@ def fit_signatures(
     """The best regressor of each signature; those with few points share their intervals."""
     only = tuple(only)
     data = {signature: training_of(signature, each) for signature, each in measured.items()}
-    choices = {signature: choose(each, only) for signature, each in data.items()}
+    choices = dict(zip(data, _choose_all(list(data.values()), only), strict=True))
     intervals = _intervals(
         {signature: choice.held_out for signature, choice in choices.items()},
         {s: float(np.median([_spread(m) for m in each])) for s, each in measured.items()},
@@ -147,6 +151,30 @@ def fit_signatures(
             len(training),
         )
     return fitted
+
+
+def _choose_all(data: Sequence[Training], only: tuple[str, ...]) -> list[Choice]:
+    """`choose` of each, in several processes where there is much to fit."""
+    if sum(map(len, data)) < _WORTH_PROCESSES or (os.cpu_count() or 1) < 2:
+        return [choose(each, only) for each in data]
+    from joblib import Parallel, delayed
+
+    names = [
+        model.name for kind in {each.kind for each in data} for model in models.models_of(kind)
+    ]
+    # The largest first, so that no process is left with one of them at the end.
+    order = sorted(range(len(data)), key=lambda i: -len(data[i]))
+    jobs = (delayed(_choose_there)(data[i], only, sys.path, names) for i in order)
+    found = dict(zip(order, Parallel(n_jobs=-1)(jobs), strict=True))
+    return [found[i] or choose(each, only) for i, each in enumerate(data)]
+
+
+def _choose_there(
+    data: Training, only: tuple[str, ...], path: Sequence[str], names: Sequence[str]
+) -> Choice | None:
+    """`choose` in another process; None where it lacks a regressor that a script registered."""
+    sys.path[:] = path
+    return choose(data, only) if all(map(models.is_known, names)) else None
 
 
 def _intervals(

@@ -83,15 +83,18 @@ def _best(
     chains: list[float],
 ) -> tuple[float, Joint]:
     """The joint with the least mean error in logarithms, and that error."""
-    tried = [
-        Joint(launch, float(share), chain)
-        for chain in chains
-        for launch in (0.0, cheapest)
-        for share in _SHARES
-    ]
-    errors = [float(np.abs(np.log(us / joint.many(one, other, longest))).mean()) for joint in tried]
-    best = int(np.argmin(errors))
-    return errors[best], tried[best]
+    longer, shorter = np.maximum(one, other), np.minimum(one, other)
+    best: tuple[float, Joint] | None = None
+    for launch in (0.0, cheapest):
+        # A row for every share: what `Joint.many` says, of all of them at once.
+        together = longer + _SHARES[:, None] * np.maximum(shorter - launch, 0.0)
+        for chain in chains:
+            errors = np.abs(np.log(us / np.maximum(together, chain * longest))).mean(axis=1)
+            least = int(np.argmin(errors))
+            if best is None or errors[least] < best[0]:
+                best = float(errors[least]), Joint(launch, float(_SHARES[least]), chain)
+    assert best is not None
+    return best
 
 
 def load_joint(parameters: Parameters) -> Joint:

@@ -121,6 +121,12 @@ def models_of(kind: PointKind) -> list[Regressor]:
     return sorted(suiting, key=lambda each: not each.is_baseline)
 
 
+def is_known(name: str) -> bool:
+    """Whether a regressor of that name is registered."""
+    load_plugins()
+    return name in _MODELS
+
+
 def get_model(name: str) -> Regressor:
     """The regressor of that name. Raises InputError naming the known ones."""
     load_plugins()

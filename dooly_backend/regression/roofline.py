@@ -13,7 +13,8 @@ what a batch with both takes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,9 @@ from dooly_backend.regression.models import (
     floats,
     model,
 )
+from dooly_backend.regression.switch import Errors, fit_switched, load_switched
+from dooly_backend.regression.waves import Shape, Waves, best_width
+from dooly_backend.regression.waves import columns as columns_of_waves
 from dooly_backend.workload import PointKind
 
 _KNEES = 4  # of each term that has them
@@ -45,7 +49,8 @@ class Phase:
     (None: always). `terms` are features that the time is linear in, `bent`
     those of them that may have knees. `coordinates` are where the points lie
     for what the terms leave over (corrected.py): logarithms of a feature
-    per another feature, plus an offset.
+    per another feature, plus an offset. `waves` tells the thread blocks, where they count,
+    `switch` the feature by which another kernel may be chosen.
     """
 
     name: str
@@ -53,6 +58,8 @@ class Phase:
     terms: tuple[str, ...]
     bent: tuple[str, ...]
     coordinates: tuple[tuple[str, str | None, float], ...]
+    waves: Shape | None = None
+    switch: str | None = None
 
 
 PHASES: dict[PointKind, tuple[Phase, ...]] = {
@@ -78,6 +85,7 @@ PHASES: dict[PointKind, tuple[Phase, ...]] = {
                 ("prefill_query_context", "prefill_tokens", 64.0),
                 ("prefills", None, 0.0),
             ),
+            Shape("prefill_blocks", "prefill_pairs", "prefill_tokens"),
         ),
         Phase(
             "decodes",
@@ -89,6 +97,8 @@ PHASES: dict[PointKind, tuple[Phase, ...]] = {
                 ("decode_keys", "decodes", 64.0),
                 ("decode_unevenness", None, 0.0),
             ),
+            Shape("decode_blocks", "decode_keys", "decodes"),
+            "decodes",
         ),
     ),
 }
@@ -117,14 +127,20 @@ def pure(data: Training, phase: Phase) -> Any:
 # -- one phase ------------------------------------------------------------------
 
 
-class Trend:
-    """A launch and a sum of terms: ``coefficient * clip(feature - low, 0, high - low)``."""
+class Trend(Predictor):
+    """A launch and a sum of terms: ``coefficient * clip(feature - low, 0, high - low)``.
 
-    def __init__(self, launch: float, columns: Sequence[int], terms: Floats) -> None:
+    And what waves of thread blocks take, where they count.
+    """
+
+    def __init__(
+        self, launch: float, columns: Sequence[int], terms: Floats, waves: Waves | None = None
+    ) -> None:
         """`terms` has a row (low, high, coefficient) for each of `columns`."""
         if terms.shape != (len(columns), 3) or launch < 0 or (terms < 0).any():
             raise ValueError("a trend's terms need bounds and coefficients that are not negative")
         self.launch = launch
+        self._waves = waves
         self._columns = list(columns)
         self._terms: list[tuple[int, float, float, float]] = [
             (column, low, high - low, coefficient)
@@ -135,7 +151,7 @@ class Trend:
         us = np.full(len(rows), self.launch)
         for column, low, width, coefficient in self._terms:
             us += coefficient * np.clip(rows[:, column] - low, 0.0, width)
-        return us
+        return us if self._waves is None else us + self._waves.many(rows)
 
     def one(self, row: Sequence[float]) -> float:
         us = self.launch
@@ -143,17 +159,55 @@ class Trend:
             over = row[column] - low
             if over > 0:
                 us += coefficient * (width if over > width else over)
-        return us
+        return us if self._waves is None else us + self._waves.one(row)
 
 
 #: In place of infinity, which JSON does not have.
 ENDLESS = 1e300
 
 
-def fit_trend(data: Training, phase: Phase) -> Parameters:
-    """The nonnegative coefficients of a phase, from points that have only it."""
+def fit_trend(data: Training, phase: Phase, earlier: Parameters | None = None) -> Parameters:
+    """The nonnegative coefficients of a phase, from points that have only it.
+
+    The width of its waves is that of `earlier`, if given.
+    """
     if len(data) < _FEWEST:
         raise UnfitError(f"needs {_FEWEST} points of {phase.name}, has {len(data)}")
+    names, bounds, design = _design(data, phase)
+    width = _width(data, phase, design, earlier)
+    if width is not None:
+        design = np.column_stack([design, *_of_waves(data, phase, width)])
+    coefficients = _least_squares(design, data.us)[0]
+    of_terms = coefficients[1 : 1 + len(names)]
+    used = [i for i, coefficient in enumerate(of_terms) if coefficient > 0]
+    found: dict[str, Any] = {
+        # Nothing takes no time: what else is left where all terms are 0.
+        "launch": max(float(coefficients[0]), _LEAST * float(data.us.min())),
+        "features": [names[i] for i in used],
+        "terms": [[*bounds[i], float(of_terms[i])] for i in used],
+    }
+    if width is not None and phase.waves is not None:
+        each, of_work = coefficients[-2:]
+        times = {"width": width, "each": float(each), "of_work": float(of_work)}
+        found["waves"] = asdict(phase.waves) | times
+    return found
+
+
+def errors_of(phase: Phase) -> Errors:
+    """How well trends of a phase describe points, with waves and without."""
+
+    def of_side(data: Training) -> float:
+        return _least_squares(_design(data, phase)[2], data.us)[1] ** 2
+
+    def of_all(data: Training) -> float:
+        predicted = load_trend(fit_trend(data, phase), data.features).many(data.rows)
+        return float(((predicted / data.us - 1) ** 2).sum())
+
+    return Errors(of_all, of_side)
+
+
+def _design(data: Training, phase: Phase) -> tuple[list[str], list[tuple[float, float]], Floats]:
+    """The terms of a trend, their bounds, and what each is of each point, behind a launch's 1."""
     names: list[str] = []
     bounds: list[tuple[float, float]] = []
     for name in phase.terms:
@@ -169,23 +223,47 @@ def fit_trend(data: Training, phase: Phase) -> Parameters:
         np.clip(data.column(n) - low, 0, high - low)
         for n, (low, high) in zip(names, bounds, strict=True)
     ]
-    design = np.column_stack([np.ones(len(data)), *columns]) / data.us[:, None]
-    scale = np.maximum(design.max(axis=0), 1e-300)
-    coefficients = nnls(design / scale, np.ones(len(data)))[0] / scale
-    used = [i for i, coefficient in enumerate(coefficients[1:]) if coefficient > 0]
-    return {
-        # Nothing takes no time: what else is left where all terms are 0.
-        "launch": max(float(coefficients[0]), _LEAST * float(data.us.min())),
-        "features": [names[i] for i in used],
-        "terms": [[*bounds[i], float(coefficients[1 + i])] for i in used],
-    }
+    return names, bounds, np.column_stack([np.ones(len(data)), *columns])
+
+
+def _least_squares(design: Floats, us: Floats) -> tuple[Floats, float]:
+    """Coefficients, none negative, of the least relative errors; and the root of their squares."""
+    relative = design / us[:, None]
+    scale = np.maximum(relative.max(axis=0), 1e-300)
+    found, error = nnls(relative / scale, np.ones(len(us)))
+    return found / scale, float(error)
+
+
+def _width(
+    data: Training, phase: Phase, design: Floats, earlier: Parameters | None
+) -> float | None:
+    if phase.waves is None:
+        return None
+    if earlier is not None:
+        return float(earlier["waves"]["width"]) if "waves" in earlier else None
+
+    def squared_error(width: float | None, chosen: Any) -> float:
+        some, part = data.only(chosen), design[chosen]
+        if width is not None:
+            part = np.column_stack([part, *_of_waves(some, phase, width)])
+        return _least_squares(part, some.us)[1] ** 2
+
+    return best_width(data.column(phase.waves.blocks), squared_error)
+
+
+def _of_waves(data: Training, phase: Phase, width: float) -> tuple[Floats, Floats]:
+    assert phase.waves is not None
+    shape = phase.waves
+    blocks, work, per = (data.column(name) for name in (shape.blocks, shape.work, shape.per))
+    return columns_of_waves(blocks, work, per, width)
 
 
 def load_trend(parameters: Parameters, features: tuple[str, ...]) -> Trend:
     """Raises KeyError, TypeError or ValueError for parameters of another shape."""
     columns = [features.index(name) for name in parameters["features"]]
     terms = floats(parameters["terms"], 2) if columns else np.empty((0, 3))
-    return Trend(float(parameters["launch"]), columns, terms)
+    waves = Waves(parameters["waves"], features) if "waves" in parameters else None
+    return Trend(float(parameters["launch"]), columns, terms, waves)
 
 
 def _knees(values: Floats) -> list[float]:
@@ -210,7 +288,13 @@ class Roofline(Regressor):
     def fit(self, data: Training, earlier: Parameters | None = None) -> Parameters:
         phases = phases_of(data.kind)
         learned = {
-            phase.name: fit_trend(data.only(alone), phase)
+            phase.name: fit_switched(
+                data.only(alone),
+                phase.switch,
+                partial(_fit_trend_of, phase),
+                errors_of(phase),
+                None if earlier is None else earlier["phases"].get(phase.name),
+            )
             for phase in phases
             if (alone := pure(data, phase)).any()
         }
@@ -219,7 +303,7 @@ class Roofline(Regressor):
         parameters: dict[str, Any] = {"kind": data.kind, "phases": learned}
         if len(phases) > 1:
             apart = [
-                _phase_times(load_trend(learned[p.name], data.features), data, p)
+                _phase_times(_load_phase(learned[p.name], data.features), data, p)
                 if p.name in learned
                 else np.zeros(len(data))
                 for p in phases
@@ -230,7 +314,7 @@ class Roofline(Regressor):
     def load(self, parameters: Parameters, features: tuple[str, ...]) -> Predictor:
         phases = phases_of(parameters["kind"])
         parts = [
-            PhasePart(load_trend(parameters["phases"][p.name], features), p, features)
+            PhasePart(_load_phase(parameters["phases"][p.name], features), p, features)
             for p in phases
             if p.name in parameters["phases"]
         ]
@@ -238,22 +322,30 @@ class Roofline(Regressor):
         return PhasePredictor(parts, joint, features)
 
 
-def _phase_times(trend: Trend, data: Training, phase: Phase) -> Floats:
+def _fit_trend_of(phase: Phase, data: Training, earlier: Parameters | None) -> Parameters:
+    return fit_trend(data, phase, earlier)
+
+
+def _load_phase(parameters: Parameters, features: tuple[str, ...]) -> Predictor:
+    return load_switched(parameters, features, lambda each: load_trend(each, features))
+
+
+def _phase_times(trend: Predictor, data: Training, phase: Phase) -> Floats:
     return np.where(present(data, phase), trend.many(data.rows), 0.0)
 
 
 class PhasePart(Predictor):
     """One phase: 0 where a batch does not have it."""
 
-    def __init__(self, trend: Trend, phase: Phase, features: tuple[str, ...]) -> None:
-        self._trend = trend
+    def __init__(self, times: Predictor, phase: Phase, features: tuple[str, ...]) -> None:
+        self._times = times
         self.column = features.index(phase.present) if phase.present is not None else None
 
     def many(self, rows: Floats) -> Floats:
-        return self._trend.many(rows)
+        return self._times.many(rows)
 
     def one(self, row: Sequence[float]) -> float:
-        return self._trend.one(row)
+        return self._times.one(row)
 
 
 class PhasePredictor(Predictor):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dooly_backend.regression.clock import HEAVY_TOKENS, ClockResponse
+from dooly_backend.regression.clock import ClockResponse
 
 
 class DeviceClock:
@@ -16,12 +16,12 @@ class DeviceClock:
     def step(self, begin_s: float, steady_s: float, tokens: int) -> float:
         """Seconds of a step of `tokens` new tokens that begins at `begin_s`.
 
-        `steady_s` is what it takes in a long stream of such steps. Steps come in the
-        order in which the device runs them.
+        `steady_s` is what a heavy step takes in a long stream of such, and a light one on a
+        rested device. Steps come in the order in which the device runs them.
         """
         response = self._response
         heat = response.after(self._heat, max(0.0, begin_s - self._since_s))
-        took = response.took_s(heat, steady_s) if tokens >= HEAVY_TOKENS else steady_s
+        took = response.took_s(heat, steady_s, tokens)
         self._heat = response.after(heat, took, response.target(tokens))
         self._since_s = begin_s + took
         return took

@@ -37,7 +37,8 @@ def show(steps: list[ClockStep], found: ClockFit) -> None:
     response = found.response
     click.echo(
         f"  cool {response.cool:.3f}, slope {response.slope:.3f}, tau {response.tau_s:.3f} s, "
-        f"warm {response.warm_tokens:.0f} tokens; mean error {found.mean_error:.2%} of "
+        f"warm {response.warm_tokens:.0f} tokens, light {response.light:.3f} + "
+        f"{response.light_token:.5f} a token; mean error {found.mean_error:.2%} of "
         f"{found.steps} steps"
     )
     rows = explained(steps, response)
