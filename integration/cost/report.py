@@ -30,6 +30,7 @@ from integration.corpus.summary import GROUPS, Figures
 from integration.corpus.table import rows_of
 from integration.cost.account import PARTS, Account, Profile, account, sweeps_in
 from integration.cost.compare import alone, sweeps
+from integration.cost.packed import unpacked
 
 #: A100-hours of the paper's Tables 3 and 13, by corpus, planner and group.
 PAPER_HOURS = {
@@ -46,17 +47,17 @@ TARGET_S = 60
 
 
 @click.command()
-@click.option("--db", required=True, type=click.Path(exists=True, path_type=Path))
+@click.option("--db", required=True, help="A file, or builtin:NAME.")
 @click.option("--sweep", help="Where runs of several are in the database.")
 @click.option("--environment", help="Where the database holds several.")
-@click.option("--adaptive", type=click.Path(exists=True, path_type=Path))
+@click.option("--adaptive", help="May be packed (.xz).")
 @click.option("--alone", "alone_dbs", multiple=True, type=click.Path(exists=True, path_type=Path))
 @click.option("-o", "--out", required=True, type=click.Path(path_type=Path))
 def main(
-    db: Path,
+    db: str,
     sweep: str | None,
     environment: str | None,
-    adaptive: Path | None,
+    adaptive: str | None,
     alone_dbs: tuple[Path, ...],
     out: Path,
 ) -> None:
@@ -68,9 +69,9 @@ def main(
     click.echo((out / "cost.md").read_text())
 
 
-def read(db: Path, sweep: str | None, environment: str | None) -> Account:
+def read(db: Path | str, sweep: str | None, environment: str | None) -> Account:
     """The account of a database. Raises InputError where it is not clear which is meant."""
-    with Database.open(db, read_only=True) as database:
+    with unpacked(str(db)) as path, Database.open(path, read_only=True) as database:
         _, environment_id = select_all(database, (), environment)
         found = sweeps_in(database, environment_id)
         if sweep is None and len(found) != 1:
