@@ -84,10 +84,13 @@ def needs_engine() -> None:
 
 @pytest.fixture(scope="session")
 def options() -> RunOptions:
-    """SmolLM-135M with three of its layers, on one thread."""
+    """SmolLM-135M with three of its layers, on one thread.
+
+    In float32: without AVX-512, matrix products in bfloat16 take five times as long.
+    """
     from dooly_backend.config import RunOptions, load_model
 
-    return RunOptions(model=load_model("smollm-135m"), layers=3, threads=1)
+    return RunOptions(model=load_model("smollm-135m"), layers=3, threads=1, dtype="float32")
 
 
 @pytest.fixture(scope="session")
@@ -176,6 +179,7 @@ def elsewhere(needs_engine: None) -> Elsewhere:
         {
             "model": "smollm-135m",
             "layers": 2,
+            "dtype": "float32",
             "threads": 2,
             "max_num_seqs": 32,
             "max_num_batched_tokens": 1024,

@@ -15,10 +15,12 @@ from dooly_backend.operations.tree import Node, forest
 from dooly_backend.tracing.trace import STEP, Operation, Trace
 
 LAYERS = 3  # of the session's engine
-#: The matrix product of a linear layer in bf16: vLLM's CPU build gives it to oneDNN where the
-#: processor has AVX-512, and to torch where it has not.
-WITH_ONEDNN = torch.cpu._is_avx512_supported()  # as `vllm/platforms/cpu.py` asks
-MATRIX_PRODUCT = "_C::onednn_mm.default" if WITH_ONEDNN else "aten::linear.default"
+#: The matrix product of a linear layer in float32, the session's dtype; it writes to an argument.
+MATRIX_PRODUCT = "_C::onednn_mm.default"
+#: And in bf16: vLLM's CPU build gives it to oneDNN where the processor has AVX-512, and to torch
+#: where it has not (as `vllm/platforms/cpu.py` asks).
+WITH_ONEDNN = torch.cpu._is_avx512_supported()
+BF16_MATRIX_PRODUCT = MATRIX_PRODUCT if WITH_ONEDNN else "aten::linear.default"
 ATTENTION = tuple(f"model.layers.{i}.self_attn.attn" for i in range(LAYERS))
 
 

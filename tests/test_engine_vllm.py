@@ -68,7 +68,7 @@ def test_the_instance_and_the_model(engine: VllmEngine) -> None:
     assert set(engine.layer_kinds) == {"attention/dense"}
     configuration = engine.configuration
     assert (configuration.num_layers, configuration.backend) == (30, "CPU_ATTN")
-    assert (configuration.dtype, configuration.tensor_parallel) == ("bfloat16", 1)
+    assert (configuration.dtype, configuration.tensor_parallel) == ("float32", 1)
     assert (engine.max_model_len, engine.max_request_len, engine.vocab_size) == (2048, 2047, 49152)
     assert (engine.max_num_tokens, engine.max_num_reqs) == (2048, 64)
     assert engine.stateful == frozenset(ATTENTION)

@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("torch")
 
 from conftest import Elsewhere
-from engine_helpers import ATTENTION, LAYERS, MATRIX_PRODUCT, WITH_ONEDNN
+from engine_helpers import ATTENTION, LAYERS, MATRIX_PRODUCT
 
 from dooly_backend.database.records import Signature
 from dooly_backend.engines.vllm import VllmEngine
@@ -159,11 +159,8 @@ def test_what_it_says_of_a_projection(signed: Signed) -> None:
     assert value["kernels"]["libraries"]
     name, inputs, _, _ = value["operations"][-1]
     assert name == MATRIX_PRODUCT
-    source = ["bfloat16", "contiguous", ["T", 576]]
-    if WITH_ONEDNN:
-        assert inputs[:2] == [["bfloat16", "contiguous", ["T", 960]], source]
-    else:
-        assert inputs[:2] == [source, ["bfloat16", "contiguous", [960, 576]]]
+    output, source = (["float32", "contiguous", ["T", width]] for width in (960, 576))
+    assert inputs[:2] == [output, source]
 
 
 def test_what_it_says_of_attention(signed: Signed) -> None:
