@@ -11,18 +11,26 @@ import sqlite3
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from click.testing import CliRunner
 
+pytest.importorskip("torch")
+
+from dooly_backend import engine_commands
+from dooly_backend.cli import cli
 from dooly_backend.config import load_model
+from dooly_backend.engines.vllm import VllmEngine
 from tests.conftest import Profiled
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = "smollm-135m"
-ENGINE = ("--layers", "2", "--threads", "1")
+#: bfloat16 takes several times as long where the processor has no AVX-512.
+ENGINE = ("--layers", "2", "--threads", "1", "--dtype", "float32")
 
 SWEEP: dict[str, Any] = {
     "name": "tiny",
@@ -100,7 +108,10 @@ def measured(path: Path) -> int:
 # -- one database, killed, continued, complete, full ----------------------------
 
 
-def test_a_profile_that_is_killed_goes_on_and_ends(tmp_path: Path) -> None:
+def test_a_profile_that_is_killed_goes_on_and_ends(
+    engine: VllmEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nothing is to be measured, the engine is the tests' own: the same in three layers."""
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(SWEEP))
     path = tmp_path / "latency.db"
     command = ("profile", MODEL, *ENGINE, "--sweep", "tiny.yaml", "--json")
@@ -129,14 +140,16 @@ def test_a_profile_that_is_killed_goes_on_and_ends(tmp_path: Path) -> None:
     assert rows(path, "PRAGMA integrity_check") == [("ok",)]
 
     # And the one after it nothing at all, which it says.
-    result = dooly(tmp_path, *command[:-1])
-    assert result.returncode == 0, result.stderr[-2000:]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(engine_commands, "running_engine", lambda _: nullcontext(engine))
+    result = CliRunner().invoke(cli, command[:-1])
+    assert result.exit_code == 0, result.output
     assert "signatures: 12 known, 0 new" in result.stdout
     assert "nothing to measure: latency.db knows all of this sweep" in result.stdout
     assert rows(path) == after
 
     # What a plan says of it: all known, from this model, and of a wider sweep the rest is not.
-    planned = json_line(dooly(tmp_path, "profile", "--dry-run", *command[1:]))
+    planned = json.loads(CliRunner().invoke(cli, ["profile", "--dry-run", *command[1:]]).stdout)
     assert {k: planned[k] for k in ("signatures", "known", "new", "points")} == {
         "signatures": 12, "known": 12, "new": 0, "points": 0,
     }  # fmt: skip
@@ -192,32 +205,59 @@ def model_folder(folder: Path, **changes: Any) -> str:
     return "./model"
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"architectures": ["NoSuchForCausalLM"], "model_type": "nosuch"},
-            r"vLLM refuses model: .*(NoSuchForCausalLM|nosuch)",
-        ),
-        ({"num_attention_heads": 7}, r"vLLM refuses model: .+"),
-        (
-            {"rope_parameters": {"rope_type": "nosuch", "rope_theta": 1e4}},
-            r"vLLM refuses model: .+",
-        ),
-    ],
-    ids=["architecture", "heads", "rope"],
-)
-def test_a_model_that_vllm_refuses(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    model = model_folder(tmp_path, **changes)
-    error = one_error(dooly(tmp_path, "trace", model, *ENGINE), others=r"\[transformers\]")
-    assert re.search(message, error), error
+#: By name: what is changed of the model's configuration, or other arguments; the message.
+REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
+    "architecture": (
+        {"architectures": ["NoSuchForCausalLM"], "model_type": "nosuch"},
+        ("trace", *ENGINE),
+        r"vLLM refuses model: .*(NoSuchForCausalLM|nosuch)",
+    ),
+    "heads": ({"num_attention_heads": 7}, ("trace", *ENGINE), r"vLLM refuses model: .+"),
+    "rope": (
+        {"rope_parameters": {"rope_type": "nosuch", "rope_theta": 1e4}},
+        ("trace", *ENGINE),
+        r"vLLM refuses model: .+",
+    ),
+    "backend": (
+        {},
+        ("profile", "--backend", "FLASH_INFERNO", "--db", "latency.db"),
+        r"unknown attention backend 'FLASH_INFERNO': vLLM has CPU_ATTN here",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What each command of `REFUSED` ended with, one after the other in one process."""
+    folder = tmp_path_factory.mktemp("refused")
+    commands = []
+    for name, (changes, (command, *options), _) in REFUSED.items():
+        (folder / name).mkdir()
+        model = model_folder(folder / name, **changes)
+        commands.append(json.dumps([command, f"{name}/{model}", *options]))
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("commands_in_turn.py")), *commands],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "100"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    results = [
+        subprocess.CompletedProcess(command, **json.loads(line))
+        for command, line in zip(commands, done.stdout.splitlines(), strict=True)
+    ]
+    assert measured(folder / "latency.db") == 0
+    return dict(zip(REFUSED, results, strict=True))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_or_backend_that_vllm_refuses(refusals: dict[str, Any], name: str) -> None:
+    error = one_error(refusals[name], others=r"\[transformers\]")
+    assert re.search(REFUSED[name][2], error), error
     assert "/tmp" not in error  # where Dooly put the model is of no use to anybody
-
-
-def test_an_unknown_attention_backend(tmp_path: Path) -> None:
-    error = one_error(dooly(tmp_path, "profile", MODEL, "--backend", "FLASH_INFERNO"))
-    assert "unknown attention backend 'FLASH_INFERNO': vLLM has CPU_ATTN here" in error
-    assert measured(tmp_path / "latency.db") == 0
 
 
 def test_an_unknown_engine(tmp_path: Path) -> None:
