@@ -92,12 +92,13 @@ def test_a_wider_range_measures_only_the_rest(engine: VllmEngine, path: Path) ->
 
 def test_an_interrupted_run_is_continued(engine: VllmEngine, tmp_path: Path) -> None:
     path = tmp_path / "latency.db"
+    sweep = SWEEP.model_copy(update={"tokens": 64, "requests": 4, "context": 64})
     with Database.open(path, create=True) as database, pytest.raises(KeyboardInterrupt):
-        profile(engine, database, SWEEP, QUICK, Stopping(after=7))
+        profile(engine, database, sweep, QUICK, Stopping(after=7))
     found = measured(path)
     assert len(found) == 7
     with Database.open(path) as database:
-        result = profile(engine, database, SWEEP, QUICK)
+        result = profile(engine, database, sweep, QUICK)
     later = measured(path)
     assert result.points == len(later) - 7
     assert {key: later[key] for key in found} == found

@@ -12,21 +12,21 @@ import pytest
 
 pytest.importorskip("torch")
 
-from dooly_backend.config import load_sweep
+from profile_helpers import QUICK, widened
+
 from dooly_backend.database import Database
 from dooly_backend.database.check import check_file
 from dooly_backend.engines.vllm import VllmEngine
-from dooly_backend.profiling.measure import Regime
 from dooly_backend.profiling.profiler import profile
 from integration.survival.run import committed, is_worse
-
-QUICK = Regime(repeats=3, warmups=0, rounds=1)
 
 
 def test_a_killed_profile_goes_on_where_it_was(engine: VllmEngine, tmp_path: Path) -> None:
     """The engine is forked, not started again: what is killed is the profile of a real model."""
     path = tmp_path / "latency.db"
-    sweep = load_sweep("smoke")
+    sweep = widened(
+        tokens=[1, 16, 48, 64], prefill={"chunk": [16, 64], "history": [0, 64]}, requests=[1, 2, 4]
+    )
     known: dict = {}
     rng = random.Random(5)
     for _ in range(3):
