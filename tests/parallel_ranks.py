@@ -24,6 +24,7 @@ from dooly_backend.engines import Engine, boot
 from dooly_backend.engines.vllm_instance import VllmInstance
 from dooly_backend.errors import EngineError
 from dooly_backend.operations.callgraph import occurrences, signatures
+from dooly_backend.operations.cover import recorded, step_cover
 from dooly_backend.operations.runnable import resolve
 from dooly_backend.operations.tree import forest, is_collective
 from dooly_backend.tracing.trace import Operation, TensorSpec
@@ -38,6 +39,7 @@ def facts(options: RunOptions) -> dict[str, Any]:
         runnable = resolve(trace, engine)
         signed = signatures(trace, runnable, engine)
         nodes = [node for root in forest(trace) for node in root.walk()]
+        cover = step_cover(recorded(engine, Batch.parse("1x20+30,4x1+60")), runnable.entries)
         steps: list[int] = []
         engine.live_steps(
             Batch.decode(3, 40) + Batch.prefill(20), 3, lambda step: count(step, steps)
@@ -81,6 +83,7 @@ def facts(options: RunOptions) -> dict[str, Any]:
                 engine.configuration.pipeline_parallel,
             ],
             "configuration": engine.configuration.digest,
+            "cover": [cover.kernels, cover.is_exact],
             "steps": len(steps),
             "fired": fired(engine),
         }

@@ -125,6 +125,17 @@ def test_a_rank_is_traced_as_well_as_a_whole_model(
 
 @pytest.mark.engine
 @pytest.mark.parametrize("name", RUNNING)
+def test_every_kernel_of_a_rank_lies_under_one_entry(
+    ranks: dict[str, dict[str, Any]], name: str
+) -> None:
+    """In bfloat16, with the conversions that it needs and float32 does not."""
+    kernels, is_exact = ranks[name]["cover"]
+    assert is_exact
+    assert kernels > 20 * ranks[name]["built"]
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("name", RUNNING)
 def test_collectives_are_recorded_and_never_timed(
     ranks: dict[str, dict[str, Any]], name: str
 ) -> None:
