@@ -12,7 +12,7 @@ from dooly_backend.errors import InputError
 from ..common import known_options, whole_number
 
 #: The bundled RTX PRO 6000 attention.csv has 19,364 rows.
-MAX_ROWS = 24_000
+MAX_ROWS = 50_000
 
 HELP: Mapping[str, str] = {
     "hardware": "memory_gb, memory_bandwidth_gbs, interconnect (default: the shipped description)",
