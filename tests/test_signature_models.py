@@ -1,8 +1,8 @@
 """Which models share signatures, on real traces of models with the attention of known ones.
 
-Widths of attention are the models' own; vocabularies and feed-forward layers,
-which attention knows nothing of, are small. integration/corpus says the same of
-the whole models.
+Widths of attention are the models' own; vocabularies, feed-forward layers, contexts and,
+where a model lets them differ from the heads', hidden sizes, which attention knows nothing
+of, are small. integration/corpus says the same of the whole models.
 """
 
 from __future__ import annotations
@@ -16,7 +16,13 @@ pytest.importorskip("torch")
 
 from conftest import signed_elsewhere
 
-SMALL = {"vocab_size": 1024, "intermediate_size": 256, "pad_token_id": 0}
+SMALL = {
+    "vocab_size": 1024,
+    "intermediate_size": 256,
+    "pad_token_id": 0,
+    "max_position_embeddings": 8192,  # the KV cache has room for a request of that length
+}
+NARROW = {"hidden_size": 512, "head_dim": 128}
 
 
 def run(model: str, layers: int = 2, **overrides: Any) -> dict[str, Any]:
@@ -30,15 +36,15 @@ def run(model: str, layers: int = 2, **overrides: Any) -> dict[str, Any]:
 
 
 RUNS = {
-    "llama-3-8b": run("meta-llama/Meta-Llama-3-8B"),
-    "qwen3-8b": run("Qwen/Qwen3-8B"),
+    "llama-3-8b": run("meta-llama/Meta-Llama-3-8B", **NARROW),
+    "qwen3-8b": run("Qwen/Qwen3-8B", **NARROW),
     "aya-expanse-8b": run("CohereLabs/aya-expanse-8b"),
     "command-r7b": run("CohereLabs/c4ai-command-r7b-12-2024", layers=4),
     "16/2/128": run(
         "meta-llama/Meta-Llama-3-8B",
-        hidden_size=2048,
         num_attention_heads=16,
         num_key_value_heads=2,
+        **NARROW,
     ),
     "qwen1.5-moe": run(
         "Qwen/Qwen1.5-MoE-A2.7B",
@@ -57,7 +63,7 @@ RUNS = {
         layer_types=["mamba", "mamba", "mamba", "attention"],
         shared_intermediate_size=256,
     ),
-    "llama-3-70b tp4": run("meta-llama/Llama-3.3-70B-Instruct") | {"tensor_parallel": 4},
+    "llama-3-70b tp4": run("meta-llama/Llama-3.3-70B-Instruct", **NARROW) | {"tensor_parallel": 4},
 }
 
 Rows = dict[str, list[Any]]
