@@ -1,6 +1,7 @@
 # Everything runs in .venv, which is built on first use and again when pyproject.toml changes.
 
 PYTHON ?= python3
+WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -30,8 +31,8 @@ $(STAMP): pyproject.toml
 quickstart: $(STAMP) ## profile a small model on this CPU into latency.db and run Vidur on it
 	$(BIN)/python integration/quickstart.py
 
-test: $(STAMP) ## run the tests
-	$(BIN)/pytest
+test: $(STAMP) ## run the tests, in two processes (WORKERS=N: in N)
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 lint: $(STAMP) ## check style and types
 	$(BIN)/ruff check

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import getpass
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,12 +70,29 @@ def dooly(tmp_path: Path) -> Dooly:
 
 #: What starts an engine: tests that use one of these carry the marker `engine`.
 ENGINE_FIXTURES = frozenset({"engine", "elsewhere", "needs_engine"})
+#: In a worker of pytest-xdist, which has files of tests and an engine of its own.
+IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if ENGINE_FIXTURES.intersection(getattr(item, "fixturenames", ())):
             item.add_marker("engine")
+    if IS_WORKER:
+        # What takes longest comes first, so that no worker waits for another in the end.
+        slow = {item.path for item in items if item.get_closest_marker("engine")}
+        items.sort(key=lambda item: item.path not in slow)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Workers do not meet in the folder for temporary files, where a device's lock is, too."""
+    if IS_WORKER:
+        compiled = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled))  # where it is by default
+        folder = tempfile.mkdtemp(prefix="dooly-tests-")
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+        os.chmod(folder, 0o1777)  # as that folder: one test is another user
+        os.environ["TMPDIR"] = tempfile.tempdir = folder
 
 
 @pytest.fixture(scope="session")

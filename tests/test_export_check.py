@@ -57,6 +57,7 @@ def run(
 
     def run(database: str, *arguments: str) -> Result:
         monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("COLUMNS", "120")  # a worker of pytest-xdist has fewer
         arguments = (*arguments, "--db", str(databases / database))
         monkeypatch.setattr("sys.argv", ["dooly-export", *arguments])
         capsys.readouterr()
