@@ -229,7 +229,9 @@ class Corrected(Regressor):
         joint = load_joint(parameters["joint"])
         if parameters["mixed"] is None:
             return PhasePredictor(parts, joint, features)
-        return _Mixed(parts, joint, features, Process(parameters["mixed"]))
+        mixed = parameters["mixed"]
+        place = mixed_coordinates(features, mixed["axes"])
+        return _Mixed(parts, joint, features, Process(mixed), place)
 
 
 def _fit_phase(phase: Phase, data: Training, earlier: Parameters | None) -> Parameters:
@@ -263,10 +265,15 @@ class _CorrectedTrend(Predictor):
 # -- mixed batches --------------------------------------------------------------
 
 
-def mixed_coordinates(features: tuple[str, ...]) -> Coordinates:
-    """Both phases' axes, the number of prefills and the unevenness of decodes among them."""
+def mixed_coordinates(
+    features: tuple[str, ...], chosen: Sequence[int] | None = None
+) -> Coordinates:
+    """Both phases' axes, the number of prefills and the unevenness of decodes among them.
+
+    Or the `chosen` ones of them. Raises IndexError for one that there is not.
+    """
     axes = [axis for phase in phases_of("batch") for axis in phase.coordinates]
-    return Coordinates(axes, features)
+    return Coordinates(axes if chosen is None else [axes[i] for i in chosen], features)
 
 
 def _fit_mixed(
@@ -283,9 +290,23 @@ def _fit_mixed(
     residuals = np.log(data.us[both] / joint.many(apart[0][both], apart[1][both], longest))
     points = mixed_coordinates(data.features).many(data.rows[both])
     noise = data.noise[both]
-    if earlier is None and not _learns(points, residuals, noise):
+    before = earlier["mixed"] if earlier is not None else None
+    axes = _telling(points, residuals, noise) if before is None else before["axes"]
+    points = points[:, axes]
+    if before is None and not _learns(points, residuals, noise):
         return None
-    return fit_process(points, residuals, noise, earlier["mixed"] if earlier is not None else None)
+    return {**fit_process(points, residuals, noise, before), "axes": axes}
+
+
+def _telling(points: Floats, residuals: Floats, noise: Floats) -> list[int]:
+    """The axes along which the residuals change most: so many that a table can hold.
+
+    Worked out along all of them, a prediction takes several times as long.
+    """
+    lengths = np.array(_tuned(points, residuals, noise)["lengths"])
+    bends = np.ptp(points, axis=0) / lengths
+    most = np.argsort(-bends, kind="stable")[:MOST_AXES]
+    return sorted(int(axis) for axis in most)
 
 
 def _learns(points: Floats, residuals: Floats, noise: Floats) -> bool:
@@ -313,11 +334,12 @@ class _Mixed(PhasePredictor):
         joint: Joint,
         features: tuple[str, ...],
         process: Process,
+        place: Coordinates,
     ) -> None:
         super().__init__(parts, joint, features)
         if len(parts) != 2:
             raise ValueError("mixed batches need both phases")
-        self._process, self._place = process, mixed_coordinates(features)
+        self._process, self._place = process, place
         self._columns = [part.column for part in parts if part.column is not None]
 
     def many(self, rows: Floats) -> Floats:
