@@ -16,7 +16,7 @@ import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, product
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +36,7 @@ _TAUS_S = np.geomspace(0.005, 1.0, 28)
 NEVER_WARM = 1e9
 _WARM_TOKENS = (*np.geomspace(32, 2048, 13), NEVER_WARM)
 _IDLE_US = 100.0  # a device that waited longer for a step has waited for its inputs, too
+_COARSE = 3  # places of a first search
 _HOT = 0.3  # light steps that were never behind a heavy one tell nothing
 _UNLIKELY = 0.03  # relative errors above which a step counts for less
 
@@ -114,13 +115,21 @@ def fit_clock(steps: Sequence[ClockStep]) -> ClockFit:
             f"a clock's response needs {_FEWEST} steps of at least {HEAVY_TOKENS} tokens, of "
             "sizes that also run in an unbroken stream"
         )
-    fits = []
-    for tau in _TAUS_S:
-        for warm in _WARM_TOKENS:
-            response = ClockResponse(1.0, 0.0, float(tau), float(warm))
-            heats = np.array([h for row in rows for h in row.heats(response, stream_us)])
-            fits.append((*_linear(heats, shares), response))
-    _, cool, slope, error, found = min(fits, key=lambda fit: fit[0])
+    fits: dict[tuple[int, int], tuple[float, float, float, float, ClockResponse]] = {}
+
+    def fit(tau: int, warm: int) -> float:
+        response = ClockResponse(1.0, 0.0, float(_TAUS_S[tau]), float(_WARM_TOKENS[warm]))
+        heats = np.array([h for row in rows for h in row.heats(response, stream_us)])
+        fits[tau, warm] = (*_linear(heats, shares), response)
+        return fits[tau, warm][0]
+
+    # The error is smooth in both: every third place, then all around the best one.
+    taus, warms = range(len(_TAUS_S)), range(len(_WARM_TOKENS))
+    near = min(product(taus[::_COARSE], warms[::_COARSE]), key=lambda place: fit(*place))
+    for place in product(taus, warms):
+        if max(abs(a - b) for a, b in zip(place, near, strict=True)) < _COARSE:
+            fit(*place)
+    _, cool, slope, error, found = min(fits.values(), key=lambda each: each[0])
     response = ClockResponse(cool, slope, found.tau_s, found.warm_tokens)
     light, light_token = _of_light_steps(rows, response)
     response = replace(response, light=light, light_token=light_token)

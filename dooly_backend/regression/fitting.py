@@ -43,7 +43,7 @@ _MARGIN = 1.0
 _WORTH = 1e-3  # and in its mean relative error
 _SHORTEST_US = 0.01
 #: Points that take longer to learn from than processes to start.
-_WORTH_PROCESSES = 3000
+_WORTH_PROCESSES = 1500
 
 
 @dataclass(frozen=True)
