@@ -14,9 +14,14 @@ from sample_records import ATTENTION, LINEAR, ROPE, SAMPLER, at
 from dooly_backend.config import load_grid
 from dooly_backend.database.records import Measurement, Signature
 from dooly_backend.errors import InputError
-from dooly_backend.regression import models
+from dooly_backend.regression import fitting, models
 from dooly_backend.regression.baseline import signature_latency
-from dooly_backend.regression.fitting import choose, fit_signature, training_of
+from dooly_backend.regression.fitting import (
+    choose,
+    fit_signature,
+    fit_signatures,
+    training_of,
+)
 from dooly_backend.regression.models import (
     Parameters,
     Predictor,
@@ -375,3 +380,24 @@ def test_a_regressor_can_be_added(registered: None) -> None:
     assert fitted.predictor.predict({"num_reqs": 100}).us == pytest.approx(30)
     with pytest.raises(ValueError, match="always"):
         model(Always)
+
+
+def test_several_processes_choose_what_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {
+        ATTENTION: measured(attention_us, grid()),
+        LINEAR: curve(lambda n: 20 + 0.1 * n + (n > 100) * 5),
+        MOE: moe(),
+    }
+    alone = fit_signatures(known)
+    monkeypatch.setattr(fitting, "_WORTH_PROCESSES", 0)
+    monkeypatch.setattr(fitting.os, "cpu_count", lambda: 2)
+    assert fit_signatures(known) == alone
+
+
+def test_a_regressor_of_this_process_alone_is_tried_here(
+    registered: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fitting, "_WORTH_PROCESSES", 0)
+    monkeypatch.setattr(fitting.os, "cpu_count", lambda: 2)
+    (fitted,) = fit_signatures({SAMPLER: curve(lambda n: 3 * n**0.5, "requests")}).values()
+    assert fitted.model == "always"
