@@ -10,7 +10,6 @@ import pytest
 
 pytest.importorskip("torch")
 
-
 from dooly_backend.engines.vllm import VllmEngine
 from dooly_backend.errors import InputError
 from dooly_backend.operations.runnable import resolve
@@ -191,7 +190,7 @@ def test_every_operation_of_a_live_step_lies_under_one_entry(
     row = coverage.covered_step(engine, entries, Batch.parse(key), tmp_path)
     assert row["exact"]
     assert row["once"] == row["inside"]
-    assert row["inside"]["count"] > 75
+    assert row["inside"]["count"] >= 85  # of three layers in float32: all that there are
     assert row["outside"]["before the model"]["count"] > 0
     assert row["ranges_change"] == {}
     assert len(list(tmp_path.iterdir())) == 1

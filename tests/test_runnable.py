@@ -44,7 +44,7 @@ def test_every_kernel_of_any_step_lies_under_one_entry(
     cover = step_cover(recorded(engine, Batch.parse(key)), entries)
     assert cover.is_exact
     assert (cover.gaps, cover.doubles, cover.idle) == ((), (), ())
-    assert cover.kernels > 75
+    assert cover.kernels >= 80  # of three layers in float32: all that there are
 
 
 def test_a_step_shows_what_is_missing_and_what_is_there_twice() -> None:

@@ -22,8 +22,8 @@ from dooly_backend.database import Database
 from dooly_backend.database.records import Measurement, Signature
 from dooly_backend.errors import DoolyError, InputError
 from dooly_backend.regression.fitting import fit_signatures
-from dooly_backend.workload import WorkloadPoint
 from integration.accuracy.tables import table
+from integration.benchmarks.intervals import composition
 from integration.cost.packed import unpacked
 
 
@@ -81,13 +81,13 @@ def compared(truth: Measured, known: dict[str, Measured]) -> list[dict[str, obje
                 continue
             us = fitted[signature].predictor.predict_points([m.point for m in left]).us
             for m, predicted in zip(left, us.tolist(), strict=True):
-                errors.setdefault(kind_of(signature, m.point), []).append(
+                errors.setdefault(composition(m.point), []).append(
                     100 * (predicted / m.median_us - 1)
                 )
         points: dict[str, int] = {}
         for signature in common:
             for m in each[signature]:
-                kind = kind_of(signature, m.point)
+                kind = composition(m.point)
                 points[kind] = points.get(kind, 0) + 1
         for kind, values in sorted(errors.items()):
             sizes = np.abs(values)
@@ -103,19 +103,6 @@ def compared(truth: Measured, known: dict[str, Measured]) -> list[dict[str, obje
                 }
             )
     return sorted(rows, key=lambda row: str(row["points"]))
-
-
-def kind_of(signature: Signature, point: WorkloadPoint) -> str:
-    """What a point is: decodes, prefills, both; else what its signature depends on."""
-    batch = point.batch
-    if batch is None:
-        return signature.kind
-    if batch.decodes and batch.prefills:
-        return "attention: mixed"
-    if batch.prefills:
-        return "attention: prefills"
-    even = len(set(batch.requests)) == 1
-    return "attention: even decodes" if even else "attention: uneven decodes"
 
 
 if __name__ == "__main__":
