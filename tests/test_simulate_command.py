@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -144,6 +145,8 @@ def test_what_is_given_goes_before_defaults() -> None:
     assert limits.max_num_seqs == 7
     assert limits.num_gpu_blocks == kv_blocks(QWEN, 2.0)
     assert kv_blocks(QWEN, 2.0) == 2 * kv_blocks(QWEN, 1.0)
+    assert kv_blocks(replace(QWEN, dtype="float32"), 2.0) == kv_blocks(QWEN, 1.0)
+    assert kv_blocks(replace(QWEN, kv_cache_dtype="fp8_e4m3"), 1.0) == kv_blocks(QWEN, 2.0)
 
 
 def test_an_unknown_cache_size_is_asked_for() -> None:

@@ -46,8 +46,9 @@ def test_steps_in_a_row_are_measured_once(engine: VllmEngine, tmp_path: Path) ->
         assert (step.num_layers, step.mode) == (engine.num_layers, "eager")
         assert step.padded_tokens == step.batch.num_tokens
         assert len(step.interval_us) == len(step.launch_us) == 4
-        # On a CPU launching is computing: a step cannot be shorter than it.
-        assert step.median_us >= 0.9 * step.launch_median_us > 0
+        # On a CPU launching is computing: no step, the last one neither, is shorter than it.
+        for interval, launch in zip(step.interval_us, step.launch_us, strict=True):
+            assert interval >= launch > 0
 
 
 def test_graphs_are_captured_with_experts_drawn_at_random(

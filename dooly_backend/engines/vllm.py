@@ -142,7 +142,8 @@ class VllmEngine(VllmInstance):
                 with marks.step():
                     promise = self._launch(output)
                 launched.append(((time.perf_counter_ns() - start) / 1000, promise))
-                if len(launched) > 1:
+                # An asynchronous runner has one more step under way; another's tokens are out.
+                while len(launched) > hasattr(promise, "get_output"):
                     done.append(_received(*launched.pop(0)))
             done += [_received(*step) for step in launched]
         finally:

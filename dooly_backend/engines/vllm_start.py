@@ -148,7 +148,7 @@ def _arguments(
         "skip_tokenizer_init": True,
         "enforce_eager": options.execution_mode == "eager",
         "enable_prefix_caching": False,
-        "kv_cache_memory_bytes": kv_cache_bytes(whole, layers, on_gpu=on_gpu()),
+        "kv_cache_memory_bytes": kv_cache_bytes(whole, layers, on_gpu(), options.dtype),
         "hf_overrides": shortened(options.model.hf_config, whole, stage.start + layers),
         "max_num_seqs": options.max_num_seqs,
         "max_num_batched_tokens": options.max_num_batched_tokens,

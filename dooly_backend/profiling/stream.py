@@ -158,7 +158,7 @@ def engine_bytes(
     whole), the KV cache that Dooly asks for, and what comes with any engine.
     """
     weights = capacity.weight_bytes * layers // configuration.layers_run
-    cache = kv_cache_bytes(configuration.hf_config, layers, on_gpu=on_gpu)
+    cache = kv_cache_bytes(configuration.hf_config, layers, on_gpu, configuration.dtype)
     return weights + cache + (_SPARE_BYTES if on_gpu else GIB)
 
 

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from dooly_backend.database.records import Configuration, Environment, KvCapacity
-from dooly_backend.engines.kv_cache import GIB, token_bytes
+from dooly_backend.engines.kv_cache import GIB, number_bytes, token_bytes
 from dooly_backend.engines.serving import kv_group
 from dooly_backend.errors import InputError
 from dooly_backend.simulation.records import KvCacheGroup, ServingLimits
@@ -92,9 +92,9 @@ def _blocks(configuration: Configuration, gib: float | None, capacity: KvCapacit
 
 def kv_blocks(configuration: Configuration, gib: float) -> int:
     """Blocks of all layers that `gib` GiB hold on one rank, heads shared among its peers."""
-    one = token_bytes(configuration.hf_config, configuration.layers_run) * configuration.block_size
-    if configuration.kv_cache_dtype.startswith("fp8"):
-        one //= 2
+    width = number_bytes(configuration.dtype, configuration.kv_cache_dtype)
+    token = token_bytes(configuration.hf_config, configuration.layers_run, width)
+    one = token * configuration.block_size
     blocks = int(gib * GIB) * configuration.tensor_parallel // one
     if blocks < 2:
         raise InputError(

@@ -348,6 +348,7 @@ def write(rows: Sequence[Row], path: Path, steps: Sequence[float] = ()) -> None:
 @click.option("--layers", default=4, show_default=True, type=click.IntRange(1))
 @click.option("--backend", help="The attention backend.")
 @click.option("--threads", default=1, show_default=True, type=click.IntRange(1))
+@click.option("--dtype", help="As of `dooly profile`; processors without AVX-512 are slow in bf16.")
 @click.option("--most-tokens", type=click.IntRange(1), help="Leave out larger steps.")
 @click.option("-o", "--out", type=click.Path(path_type=Path), help="Folder for additivity.csv.")
 def main(
@@ -355,6 +356,7 @@ def main(
     layers: int,
     backend: str | None,
     threads: int,
+    dtype: str | None,
     most_tokens: int | None,
     out: Path | None,
 ) -> None:
@@ -365,6 +367,7 @@ def main(
             layers=layers,
             backend=backend,
             threads=threads,
+            dtype=dtype,
             max_num_seqs=256,
             max_num_batched_tokens=8192,
         )
@@ -378,7 +381,8 @@ def main(
     batches = [b for b in batches if b.num_tokens <= (most_tokens or b.num_tokens)]
     rows = measure_rows(engine, trace, resolve(trace, engine), batches)
     title = (
-        f"{options.model.name}, {engine.configuration.backend}, {layers} layers, "
+        f"{options.model.name}, {engine.configuration.backend}, {engine.configuration.dtype}, "
+        f"{layers} layers, "
         f"{environment.device}, {environment.engine} {environment.engine_version}; microseconds"
     )
     # A GPU computes while its host prepares: whole steps there are no sum.
