@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from dooly_backend.errors import InputError
-from integration.cost.moe import apart, expert_rows, gate_rows, write
+from integration.cost.moe import apart, differing, expert_rows, gate_rows, write
 
 
 def one_pass(model: str, number: int, us: dict[str, float], signature: str = "s") -> dict[str, Any]:
@@ -69,6 +69,20 @@ def test_the_files(tmp_path: Path) -> None:
         path.unlink()
     (tmp_path / "moe-Third-1.json").write_text(json.dumps(other))
     assert "Signatures differ." in write(tmp_path)
+    lite = json.loads((tmp_path / "moe-Lite-1.json").read_text())
+    for name, one, top_k in (("Third", other, 8), ("Lite", lite, 6)):
+        kept = one | {"canonical": {"routing": {"top_k": top_k}}}
+        (tmp_path / f"moe-{name}-1.json").write_text(json.dumps(kept))
+    assert "`routing.top_k` is 6 in Lite, 8 in Third." in write(tmp_path)
+
+
+def test_where_two_signatures_differ() -> None:
+    one = {"dims": [1, 2], "kernels": ["a"], "same": {"x": 1}, "gone": 0}
+    other = {"dims": [1, 3], "kernels": ["a", "b"], "same": {"x": 1}}
+    assert differing(one, one) == {}
+    assert differing(one, other) == {
+        "dims.1": ("2", "3"), "kernels": ('["a"]', '["a", "b"]'), "gone": ("0", "nothing"),
+    }  # fmt: skip
 
 
 def test_a_gate_gets_random_inputs_and_the_same_one_again() -> None:

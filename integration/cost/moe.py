@@ -40,6 +40,7 @@ TABLE_12 = {
 GATE_TOKENS = (16, 512, 2048)
 PASSES = 2
 INPUTS, SAME = 8, 8  # random inputs of a gate, and how often one of them is repeated
+_ABSENT = object()
 #: Beside the profiler's own: differences of half a percent are looked for.
 REPEATS = 21
 
@@ -202,6 +203,37 @@ def apart(times: Iterable[float]) -> Any:
     return round(100 * (max(times) / min(times) - 1), 2) if len(times) > 1 else ""
 
 
+def told_apart_by(passes: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Sentences on what the first model's signature and every other's do not have in common."""
+    models = {p["model"]: p["canonical"] for p in passes if "canonical" in p}
+    first = next(iter(models), "")
+    sentences = []
+    for model, canonical in models.items():
+        sentences += [
+            f"`{path}` is {mine} in {first}, {its} in {model}."
+            for path, (mine, its) in differing(models[first], canonical).items()
+        ]
+    return sentences
+
+
+def differing(one: Any, other: Any, path: str = "") -> dict[str, tuple[str, str]]:
+    """The places where two nested values differ, with both values as JSON ("nothing" if absent)."""
+    if type(one) is type(other) and isinstance(one, dict):
+        pairs = [(str(key), one.get(key, _ABSENT), other.get(key, _ABSENT)) for key in one | other]
+    elif type(one) is type(other) and isinstance(one, list) and len(one) == len(other):
+        pairs = [(str(i), *values) for i, values in enumerate(zip(one, other, strict=True))]
+    else:
+        return {} if one == other else {path: (_shown(one), _shown(other))}
+    found: dict[str, tuple[str, str]] = {}
+    for name, mine, its in pairs:
+        found |= differing(mine, its, f"{path}.{name}" if path else name)
+    return found
+
+
+def _shown(value: Any) -> str:
+    return "nothing" if value is _ABSENT else json.dumps(value)
+
+
 def markdown(
     passes: Sequence[Mapping[str, Any]],
     experts: Sequence[Mapping[str, Any]],
@@ -213,6 +245,7 @@ def markdown(
     pieces = [
         f"{passes[0]['device']}, {passes[0]['engine']}.",
         "The models' layers have one signature." if shared else "Signatures differ.",
+        *told_apart_by(passes),
         "Every model was measured from its own layer, in passes that are processes of their own;",
         "*passes differ* is the most that one model differs from itself. The paper's Table 12",
         "(A100): at most 0.5 %; its gates: at most 1.4 % over random inputs.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -29,7 +30,7 @@ def measure_experts(
     """
     trace = trace_model(engine)
     signed = signatures(trace, resolve(trace, engine), engine)
-    routed = {signature.hash for signature in signed.values() if signature.kind == "routing"}
+    routed = {each.hash: each.canonical for each in signed.values() if each.kind == "routing"}
     if len(routed) != 1:
         raise InputError(
             f"{engine.configuration.model} has {len(routed)} kinds of expert layers: give a model "
@@ -52,7 +53,7 @@ def measure_experts(
                 "unstable": measurement.unstable,
                 "samples_us": [round(us, 3) for us in measurement.samples_us],
             }
-    return {"signature": hash_, "points": points}
+    return {"signature": hash_, "canonical": json.loads(routed[hash_]), "points": points}
 
 
 def gates(engine: Engine) -> dict[str, Any]:
