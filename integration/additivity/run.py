@@ -15,10 +15,8 @@ from __future__ import annotations
 
 import statistics
 import sys
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -43,8 +41,7 @@ from dooly_backend.regression.step_cost import fit_step_cost
 from dooly_backend.tracing.trace import Trace
 from dooly_backend.tracing.tracer import trace_model
 from dooly_backend.workload import Batch, WorkloadPoint
-
-Hook = Callable[..., None]
+from integration.additivity.forward import ForwardClock
 
 #: Rounds of isolated calls, samples of a call in a round and of live steps between two.
 ROUNDS, REPEATS = 5, 3
@@ -110,73 +107,6 @@ class Row:
     rounds: tuple[tuple[float, float], ...] = ()
 
 
-class _ForwardClock:
-    """Times of the model's forward pass inside live steps.
-
-    On a GPU the device is kept busy while the host launches, so that the time
-    between the events is the kernels', whatever the host takes: asleep before a
-    short pass, multiplying matrices before one of `_HEAVY` tokens or more, since the
-    clock gives way to a stream of such passes. Experts wait for their weights and draw
-    less power than such products: a model with experts is never kept busy with them.
-    """
-
-    _SLEEP_CYCLES = 50_000_000  # 25 ms at 2 GHz: longer than the host needs to launch
-    _HEAVY = 512
-    _PRODUCTS = 25  # of 8192 x 8192 matrices: 1.5 ms each on an H200
-
-    def __init__(self, engine: Engine, timer: Timer, batch: Batch) -> None:
-        self._engine = engine
-        self._timer = timer
-        self._on_gpu = engine.environment.device_kind == "cuda"
-        self._is_heavy = batch.num_tokens >= self._HEAVY and not engine.moe
-        self.times_us: list[float] = []
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        model = self._engine.modules[""]
-        before, after = self._events() if self._on_gpu else self._wall()
-        handles = [model.register_forward_pre_hook(before), model.register_forward_hook(after)]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _wall(self) -> tuple[Hook, Hook]:
-        start = 0
-
-        def before(*_: object) -> None:
-            nonlocal start
-            start = time.perf_counter_ns()
-
-        def after(*_: object) -> None:
-            self.times_us.append((time.perf_counter_ns() - start) / 1000)
-
-        return before, after
-
-    def _events(self) -> tuple[Hook, Hook]:
-        import torch
-
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        factor = torch.randn(8192, 8192, device="cuda").bfloat16() if self._is_heavy else None
-
-        def before(*_: object) -> None:
-            if factor is None:
-                torch.cuda._sleep(self._SLEEP_CYCLES)
-            else:
-                for _product in range(self._PRODUCTS):
-                    torch.mm(factor, factor)
-                self._timer.flush()
-            start.record()
-
-        def after(*_: object) -> None:
-            end.record()
-            end.synchronize()
-            self.times_us.append(start.elapsed_time(end) * 1000)
-
-        return before, after
-
-
 @dataclass(frozen=True)
 class _Sums:
     """The forward pass and the whole step, live or as a sum of isolated calls; microseconds."""
@@ -185,11 +115,17 @@ class _Sums:
     step: float
 
 
-def compare(engine: Engine, timer: Timer, batch: Batch, signed: dict[Entry, Signature]) -> Row:
-    """One batch: rounds of isolated calls, with live steps ahead of each and behind it."""
+def compare(
+    engine: Engine, timer: Timer, batch: Batch, signed: dict[Entry, Signature], times: int = 1
+) -> Row:
+    """One batch: rounds of isolated calls, with live steps ahead of each and behind it.
+
+    `times` as many rounds as usual, for a host that drifts.
+    """
     rounds_of_it = GPU_ROUNDS
     if engine.environment.device_kind == "cpu":
         rounds_of_it = SHORT_ROUNDS if batch.num_tokens <= SHORT else ROUNDS
+    rounds_of_it *= times
     watch = watch_for(engine.environment)
     watch.begin()
     lives = [_live(engine, timer, batch)]
@@ -249,7 +185,7 @@ def _isolated(engine: Engine, timer: Timer, batch: Batch, signed: dict[Entry, Si
 
 
 def _live(engine: Engine, timer: Timer, batch: Batch) -> _Sums:
-    clock = _ForwardClock(engine, timer, batch)
+    clock = ForwardClock(engine, timer, batch)
     with clock.running():
         steps = step_samples(engine, timer, batch, engine.num_layers, REPEATS)
     # The first pass warms up.
@@ -324,14 +260,18 @@ def _figures(errors: Iterable[float]) -> str:
 
 
 def measure_rows(
-    engine: Engine, trace: Trace, runnable: RunnableSet, batches: Sequence[Batch]
+    engine: Engine,
+    trace: Trace,
+    runnable: RunnableSet,
+    batches: Sequence[Batch],
+    times: int = 1,
 ) -> list[Row]:
-    """One row for every batch that the engine has room for."""
+    """One row for every batch that the engine has room for; `times` as in `compare`."""
     signed = signatures(trace, runnable, engine)
     timer = timer_for(engine)
     with quiet_process():
         fitting = [batch for batch in batches if batch.longest < engine.max_request_len - 16]
-        return [compare(engine, timer, batch, signed) for batch in fitting]
+        return [compare(engine, timer, batch, signed, times) for batch in fitting]
 
 
 def write(rows: Sequence[Row], path: Path, steps: Sequence[float] = ()) -> None:
@@ -349,6 +289,13 @@ def write(rows: Sequence[Row], path: Path, steps: Sequence[float] = ()) -> None:
 @click.option("--backend", help="The attention backend.")
 @click.option("--threads", default=1, show_default=True, type=click.IntRange(1))
 @click.option("--dtype", help="As of `dooly profile`; processors without AVX-512 are slow in bf16.")
+@click.option(
+    "--times",
+    default=1,
+    show_default=True,
+    type=click.IntRange(1),
+    help="As many rounds as usual, for a host that drifts.",
+)
 @click.option("--most-tokens", type=click.IntRange(1), help="Leave out larger steps.")
 @click.option("-o", "--out", type=click.Path(path_type=Path), help="Folder for additivity.csv.")
 def main(
@@ -357,6 +304,7 @@ def main(
     backend: str | None,
     threads: int,
     dtype: str | None,
+    times: int,
     most_tokens: int | None,
     out: Path | None,
 ) -> None:
@@ -379,7 +327,7 @@ def main(
     environment = engine.environment
     batches = GPU_BATCHES if environment.device_kind == "cuda" else BATCHES
     batches = [b for b in batches if b.num_tokens <= (most_tokens or b.num_tokens)]
-    rows = measure_rows(engine, trace, resolve(trace, engine), batches)
+    rows = measure_rows(engine, trace, resolve(trace, engine), batches, times)
     title = (
         f"{options.model.name}, {engine.configuration.backend}, {engine.configuration.dtype}, "
         f"{layers} layers, "
