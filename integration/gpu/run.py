@@ -28,6 +28,7 @@ from integration.gpu.workers import in_turn, ready
 
 LAYERS = 4
 AUTO = "auto"  # as a backend: the engine's choice
+DEPTH = "0: as few as show every kind; results of another depth than usual are named by it."
 APART = "Behind it, another sweep into a database of its own, with the same engine."
 _LEAST_SECONDS = 45  # an engine that starts and measures nothing takes about this long
 
@@ -46,6 +47,7 @@ def cli() -> None:
 @click.option("--budget", default=540.0, show_default=True, help="Seconds for everything.")
 @click.option("--sweep", default=["gpu"], show_default=True, multiple=True, help="In turn.")
 @click.option("--additivity/--no-additivity", default=True, show_default=True)
+@click.option("--layers", default=LAYERS, show_default=True, help=DEPTH)
 @click.option("--together", is_flag=True, help="Start all engines at once; they share the device.")
 def run_all(
     configurations: tuple[str, ...],
@@ -54,18 +56,14 @@ def run_all(
     budget: float,
     sweep: tuple[str, ...],
     additivity: bool,
+    layers: int,
     together: bool,
 ) -> None:
     """Run every configuration in turn until the budget is spent."""
     end = time.monotonic() + budget
     out.mkdir(parents=True, exist_ok=True)
-    options = [
-        "--db",
-        str(db),
-        "--out",
-        str(out),
-        *(w for name in sweep for w in ("--sweep", name)),
-    ]
+    options = ["--db", str(db), "--out", str(out), "--layers", str(layers)]
+    options += [word for name in sweep for word in ("--sweep", name)]
     options.append("--additivity" if additivity else "--no-additivity")
     commands = {
         configuration: ["integration.gpu.run", "one", *configuration.split(":"), *options]
@@ -102,7 +100,7 @@ def run_all(
 @click.option("--sweep", default=["gpu"], show_default=True, multiple=True, help="In turn.")
 @click.option("--apart", nargs=2, multiple=True, metavar="SWEEP DB", help=APART)
 @click.option("--additivity/--no-additivity", default=True, show_default=True)
-@click.option("--layers", default=LAYERS, show_default=True, help="0: as few as show every kind.")
+@click.option("--layers", default=LAYERS, show_default=True, help=DEPTH)
 @click.option("--max-num-seqs", default=256, show_default=True)
 @click.option("--max-num-batched-tokens", default=8192, show_default=True)
 @click.option("--threads", type=int, help="Of a CPU engine.")
@@ -163,10 +161,11 @@ def run_one(
             rows = measure_rows(
                 engine, result.trace, result.runnable, GPU_BATCHES if on_gpu else BATCHES
             )
-            parts = [options.model.name.rpartition("/")[2], backend, mode, precision]
+            depth = "" if layers == LAYERS else f"{engine.num_layers}-layers"
+            parts = [options.model.name.rpartition("/")[2], backend, mode, precision, depth]
             name = "-".join(part for part in parts if part)
             write(rows, out / f"additivity-{name}.csv")
-            title = f"{name}, {layers} layers, {engine.environment.device}; microseconds"
+            title = f"{name}, {engine.num_layers} layers, {engine.environment.device}; microseconds"
             Console(width=110).print(show(rows, title))
 
 
