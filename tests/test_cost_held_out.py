@@ -41,6 +41,16 @@ def test_only_what_no_sweep_has_is_held_out(tmp_path: Path) -> None:
     assert float(wrong["bias_percent"]) == pytest.approx(20, abs=0.5)
 
 
+def test_short_calls_are_rows_of_their_own() -> None:
+    truth = {LINEAR: curve(24, 100), ATTENTION: [at("batch=1x20+0", 3.0)]}
+    sweep = {LINEAR: curve(1, 8, 16, 64, 128, 512),
+             ATTENTION: [at(f"batch=1x{n}+0", 2.0) for n in (8, 16, 32, 64)]}  # fmt: skip
+    prefill, tokens = compared(truth, {"x": sweep})  # type: ignore[dict-item]
+    assert prefill["points"] == "batch: prefill, below 5 us"
+    assert prefill["mean_percent"] == pytest.approx(33.3, abs=0.1)
+    assert (tokens["points"], tokens["held_out"]) == ("tokens", 2)
+
+
 def test_sweeps_of_other_signatures_cannot_be_compared(tmp_path: Path) -> None:
     scan = database(tmp_path / "scan.db", {LINEAR: curve(8)})
     other = database(tmp_path / "other.db", {ATTENTION: [at("batch=1x8+0", 5.0)]})

@@ -158,6 +158,9 @@ def test_what_a_measurement_cost_is_kept_and_grows(database: Database) -> None:
     database.add_timing(LINEAR.hash, ids[1], at("tokens=16").point, 30.0)  # since somebody looks
     found = {(LINEAR.hash, "tokens=32"): 750.0, (LINEAR.hash, "tokens=16"): 30.0}
     assert database.timing_us(ids[1]) == found
+    again = replace(at("tokens=32", 6.0), timing_us=40.0)
+    database.record(LINEAR, ids[1], again, replace=True)  # it was timed twice
+    assert database.timing_us(ids[1]) == found | {(LINEAR.hash, "tokens=32"): 790.0}
     database.record(LINEAR, ids[1], at("tokens=32", 5.0), replace=True)  # nobody looked
     database.record(LINEAR, ids[1], replace(costly, samples_us=(7.0,)))  # known: left out
     assert database.timing_us(ids[1]) == {(LINEAR.hash, "tokens=16"): 30.0}

@@ -110,10 +110,11 @@ class Database(PlaceStore):
     ) -> bool:
         """Store a measurement; true when it was stored.
 
-        A point that is measured already keeps its samples unless `replace`; one
-        that was skipped is measured now. `configuration_id` tells which
-        configuration it was measured from. Raises InputError for samples that
-        are no times, ValueError for a point that does not suit the signature.
+        A point that is measured already keeps its samples unless `replace`, which adds
+        what they cost to the new ones' cost; one that was skipped is measured now.
+        `configuration_id` tells which configuration it was measured from. Raises
+        InputError for samples that are no times, ValueError for a point that does not
+        suit the signature.
         """
         with self.writing():
             return self._record(signature, environment_id, measurement, configuration_id, replace)
@@ -288,16 +289,27 @@ class Database(PlaceStore):
     ) -> bool:
         columns = rows.measurement_columns(measurement)
         key = self._settle(signature, environment_id, measurement.point)
+        earlier_us = 0.0
         if self._exists("measurement", key):
             if not replace:
                 return False
+            earlier_us = self._cost(key)
             self._delete("measurement", key)
         self._delete("skipped_point", key)
         columns |= key | {"configuration_id": configuration_id}
         self._execute(insertion("measurement", columns), columns)
         if measurement.timing_us is not None:
-            self._add_cost(key, measurement.timing_us)
+            self._add_cost(key, earlier_us + measurement.timing_us)
         return True
+
+    def _cost(self, key: dict) -> float:
+        """What a measurement cost so far, microseconds; 0 where nobody looked."""
+        row = self._execute(
+            "SELECT timing_us FROM measurement_cost WHERE signature = :signature"
+            " AND environment_id = :environment_id AND point_id = :point_id",
+            key,
+        ).fetchone()
+        return row["timing_us"] if row else 0.0
 
     def _add_cost(self, key: dict, us: float) -> None:
         conflict = (

@@ -44,7 +44,7 @@ SMALLEST = 1e-6
 #: New sizes of a plane that must have been predicted well, not only new depths of known ones.
 NEW_SIZES = 2
 #: Scattered batches are checks of how batches combine: fewer of them are allowed.
-SCATTERED_SHARE = 4
+SCATTERED_SHARE = 2
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,10 @@ def needs(evidence: Evidence, sweep: AdaptiveSweep) -> list[Need]:
 
 def most_points(signature: Signature, sweep: AdaptiveSweep, engine: Engine) -> int:
     """Points of `signature` that `sweep` measures at most, where nothing is known."""
-    return sum(need.at_most for need in needs(Evidence(signature, (), frozenset(), engine), sweep))
+    nothing = Evidence(signature, (), frozenset(), engine)
+    # Scattered batches too, which `needs` puts off until the planes have begun.
+    found = [_need(nothing, family, sweep) for family in families(signature, sweep, engine)]
+    return sum(need.at_most for need in found if need is not None)
 
 
 @dataclass(frozen=True)

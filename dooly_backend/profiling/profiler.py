@@ -41,7 +41,7 @@ from dooly_backend.profiling.sharing import Sharing
 from dooly_backend.profiling.steps import measure_steps, refit_steps
 from dooly_backend.profiling.sweep import LIMITS, record_limits
 from dooly_backend.profiling.timer import Timer, quiet_process, timed, timer_for
-from dooly_backend.profiling.watch import Found, WatchedRun, watch_for, with_cost
+from dooly_backend.profiling.watch import Found, WatchedRun, watch_for
 from dooly_backend.tracing.trace import Trace
 from dooly_backend.tracing.tracer import trace_model
 from dooly_backend.workload import Batch, WorkloadPoint
@@ -296,9 +296,8 @@ def measure_doubted(
         for key, before in earlier.items():
             if found[key].median_us < before.median_us:
                 done.unstable += found[key].unstable - before.unstable
-                quicker = with_cost(found[key], before)
                 run.database.record(
-                    run.by_hash[key[0]], environment_id, quicker, configuration_id, replace=True
+                    run.by_hash[key[0]], environment_id, found[key], configuration_id, replace=True
                 )
             else:
                 run.database.add_timing(key[0], environment_id, key[1], found[key].timing_us or 0.0)

@@ -5,7 +5,9 @@
 
 The first database holds the points to predict (`scan.yaml`), each other one is fitted by
 itself, signature by signature. Only signatures that all of them measured count, and
-points that none of them fits. Writes held-out.csv and prints a table. No engine, no torch.
+points that none of them fits. Calls below 5 us are rows of their own: a timer sees them in
+steps of a third of their time, and the adaptive sweep takes their errors relative to 5 us.
+Writes held-out.csv and prints a table. No engine, no torch.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import numpy as np
 from dooly_backend.database import Database
 from dooly_backend.database.records import Measurement, Signature
 from dooly_backend.errors import DoolyError, InputError
+from dooly_backend.profiling.evidence import SHORTEST_US
 from dooly_backend.regression.fitting import fit_signatures
 from integration.accuracy.tables import table
 from integration.benchmarks.intervals import composition
@@ -72,6 +75,7 @@ def compared(truth: Measured, known: dict[str, Measured]) -> list[dict[str, obje
         raise InputError(f"{', '.join(known)} measured nothing that the scan has")
     seen = {(s, m.point.key) for each in known.values() for s in common for m in each[s]}
     held_out = {s: [m for m in truth[s] if (s, m.point.key) not in seen] for s in common}
+    short = {s for s in common if max(m.median_us for m in truth[s]) < SHORTEST_US}
     rows: list[dict[str, object]] = []
     for name, each in known.items():
         fitted = fit_signatures({s: each[s] for s in common})
@@ -81,13 +85,13 @@ def compared(truth: Measured, known: dict[str, Measured]) -> list[dict[str, obje
                 continue
             us = fitted[signature].predictor.predict_points([m.point for m in left]).us
             for m, predicted in zip(left, us.tolist(), strict=True):
-                errors.setdefault(composition(m.point), []).append(
+                errors.setdefault(kind_of(m, signature in short), []).append(
                     100 * (predicted / m.median_us - 1)
                 )
         points: dict[str, int] = {}
         for signature in common:
             for m in each[signature]:
-                kind = composition(m.point)
+                kind = kind_of(m, signature in short)
                 points[kind] = points.get(kind, 0) + 1
         for kind, values in sorted(errors.items()):
             sizes = np.abs(values)
@@ -103,6 +107,12 @@ def compared(truth: Measured, known: dict[str, Measured]) -> list[dict[str, obje
                 }
             )
     return sorted(rows, key=lambda row: str(row["points"]))
+
+
+def kind_of(measurement: Measurement, is_short: bool) -> str:
+    """The row that a point counts in: by its composition, and whether its calls are short."""
+    kind = composition(measurement.point)
+    return f"{kind}, below {SHORTEST_US:g} us" if is_short else kind
 
 
 if __name__ == "__main__":
