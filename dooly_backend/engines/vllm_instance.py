@@ -64,6 +64,11 @@ class VllmInstance(Engine):
     def close(self) -> None:
         self._undo.close()
 
+    @property
+    def core(self) -> Any:
+        """VLLM's EngineCore, whose scheduler injected steps pass by."""
+        return self._core
+
     @cached_property
     def modules(self) -> Mapping[str, Any]:
         modules = dict(self._runner.model.named_modules())

@@ -12,7 +12,8 @@ import os
 import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
 
 from dooly_backend.database.records import canonical_json
 from dooly_backend.engines.environment import package_version
@@ -39,22 +40,24 @@ from dooly_backend.engines.vllm_start import graphs_of
 from dooly_backend.errors import DoolyError, EngineError
 from dooly_backend.simulation.records import KvCacheGroup, Run, ServingLimits
 
+if TYPE_CHECKING:
+    from dooly_backend.engines.vllm_instance import VllmInstance
+
 _CPU_KV_CACHE_GIB = 1.0
 
 
 class VllmServer(Server):
     """One vLLM EngineCore in this process, with dummy weights."""
 
-    def __init__(
-        self, core: Any, options: ServingOptions, folder: tempfile.TemporaryDirectory[str]
-    ) -> None:
+    def __init__(self, core: Any, model: str, layers: int, undo: ExitStack) -> None:
+        """`undo` is what closing the server undoes."""
         self._core = core
-        self._folder = folder
+        self._undo = undo
         self._vocab_size = int(core.vllm_config.model_config.get_vocab_size())
         self.limits = limits_of(core)
         self.about = {
-            "model": options.model.name,
-            "layers": options.layers or options.model.num_layers,
+            "model": model,
+            "layers": layers,
             "engine": f"vllm {self.limits.version}",
             "device": _device(),
             **_settings(core.vllm_config),
@@ -64,26 +67,45 @@ class VllmServer(Server):
     def boot(cls, options: ServingOptions) -> VllmServer:
         """Start vLLM. Raises EngineError, in one line, when it refuses."""
         import_vllm(options.threads)
+        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
         from vllm.v1.engine.core import EngineCore
         from vllm.v1.executor import Executor
 
-        folder = tempfile.TemporaryDirectory(prefix="dooly-model-")
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                refuse_backend(options.backend)
-                config = engine_config(options, folder.name)
-                core = EngineCore(config, Executor.get_class(config), log_stats=False)
-        except DoolyError:
-            folder.cleanup()
-            raise
-        except Exception as error:
-            # vLLM raises whatever its layers raise; the whole chain stays in __cause__.
-            folder.cleanup()
-            raise EngineError(f"vLLM refuses {options.model.name}: {one_line(error)}") from error
-        if options.kv_cache_dtype not in (None, "auto") and options.tensor_parallel == 1:
-            neutral_scales(core.model_executor.driver_worker.worker.model_runner.model)
-        return cls(core, options, folder)
+        with ExitStack() as undo:
+            folder = undo.enter_context(tempfile.TemporaryDirectory(prefix="dooly-model-"))
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    refuse_backend(options.backend)
+                    config = engine_config(options, folder)
+                    core = EngineCore(config, Executor.get_class(config), log_stats=False)
+            except DoolyError:
+                raise
+            except Exception as error:
+                # vLLM raises whatever its layers raise; the whole chain stays in __cause__.
+                raise EngineError(
+                    f"vLLM refuses {options.model.name}: {one_line(error)}"
+                ) from error
+            undo.callback(cleanup_dist_env_and_memory)
+            undo.callback(core.shutdown)
+            if options.kv_cache_dtype not in (None, "auto") and options.tensor_parallel == 1:
+                neutral_scales(core.model_executor.driver_worker.worker.model_runner.model)
+            layers = options.layers or options.model.num_layers
+            return cls(core, options.model.name, layers, undo.pop_all())
+
+    @classmethod
+    def of(cls, engine: VllmInstance) -> VllmServer:
+        """A booted engine, serving by its own scheduler; closing the server leaves it running.
+
+        Between two runs the engine may be given steps. Raises EngineError for a mixture of
+        experts with graphs, which route as they did when they were captured, not as served.
+        """
+        if engine.moe and engine.graphs.get("cudagraph_mode") not in (None, "NONE"):
+            raise EngineError(
+                f"the graphs of {engine.configuration.model} have its experts drawn at random: "
+                "serve it on an engine of its own"
+            )
+        return cls(engine.core, engine.configuration.model, engine.num_layers, ExitStack())
 
     def serve(self, arrivals: Arrivals) -> Run:
         requests = arrivals.everything()
@@ -108,11 +130,7 @@ class VllmServer(Server):
             raise EngineError("vLLM does not empty its prefix cache: requests are in progress")
 
     def close(self) -> None:
-        self._core.shutdown()
-        self._folder.cleanup()
-        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
-
-        cleanup_dist_env_and_memory()
+        self._undo.close()
 
 
 def engine_config(options: ServingOptions, folder: str) -> Any:

@@ -209,8 +209,6 @@ def one(
 ) -> None:
     """One engine: wait for its turn, then measure."""
     from dooly_backend.engines import boot
-    from dooly_backend.profiling.host import measure_host
-    from dooly_backend.profiling.stream import measure_stream, place_of
 
     options = options_of(
         configuration,
@@ -219,34 +217,57 @@ def one(
         max_num_batched_tokens=max_num_batched_tokens,
     )
     start = time.monotonic()
+    with boot(options) as engine:
+        click.echo(f"{configuration}, {depth} layers: {time.monotonic() - start:.0f} s", err=True)
+        ready()
+        told = measure(engine, options, db, clock)
+        if held_out:
+            told |= measure_held_out(engine, configuration, options, out)
+    with Database.open(db) as database:
+        told["host"] = host_of(engine, database)
+    click.echo(json.dumps(told))
+
+
+def measure(engine: Engine, options: RunOptions, db: Path, clock: bool = False) -> dict[str, Any]:
+    """Whole steps of a booted engine into the database; what was measured, and how much of it."""
+    from dooly_backend.profiling.stream import measure_stream, place_of
+
     with Database.open(db, create=True) as database:
-        with boot(options) as engine:
-            click.echo(
-                f"{configuration}, {depth} layers: {time.monotonic() - start:.0f} s", err=True
-            )
-            ready()
-            start = time.monotonic()
-            done = measure_stream(engine, database)
-            ids = place_of(engine, database)
-            for batch, reason in done.reasons.items():
-                click.echo(f"{batch}: {reason}", err=True)
-            about = {
-                "model": options.model.name,
-                "backend": options.backend,
-                "mode": options.execution_mode,
-                "quantization": options.quantization,
-                "kv_cache_dtype": options.kv_cache_dtype,
-                "layers": engine.num_layers,
-            }
-            counts = {"known": done.known, "measured": done.measured}
-            if clock:
-                counts["clock"] = _clock(engine, database, ids)
-            if held_out:
-                name = configuration.rpartition("/")[2].replace(":", "-")
-                counts["held_out"] = _held_out(engine, out / f"steps-{name}.jsonl", about)
-        counts["host"] = measure_host(database, ids, max_num_seqs)
-        seconds = round(time.monotonic() - start, 1)
-        click.echo(json.dumps({**about, **counts, "seconds": seconds}))
+        done = measure_stream(engine, database)
+        for batch, reason in done.reasons.items():
+            click.echo(f"{batch}: {reason}", err=True)
+        told: dict[str, Any] = {"known": done.known, "measured": done.measured}
+        if clock:
+            told["clock"] = _clock(engine, database, place_of(engine, database))
+    return {**_about(engine, options), **told}
+
+
+def measure_held_out(
+    engine: Engine, configuration: str, options: RunOptions, out: Path
+) -> dict[str, Any]:
+    """The steps that no fit sees into a file in `out`; how many it lacked."""
+    name = configuration.rpartition("/")[2].replace(":", "-")
+    about = _about(engine, options)
+    return {**about, "held_out": _held_out(engine, out / f"steps-{name}.jsonl", about)}
+
+
+def _about(engine: Engine, options: RunOptions) -> dict[str, Any]:
+    return {
+        "model": options.model.name,
+        "backend": options.backend,
+        "mode": options.execution_mode,
+        "quantization": options.quantization,
+        "kv_cache_dtype": options.kv_cache_dtype,
+        "layers": engine.num_layers,
+    }
+
+
+def host_of(engine: Engine, database: Database) -> int:
+    """The scheduler's part of the engine's steps, measured beside it; how many steps."""
+    from dooly_backend.profiling.host import measure_host
+    from dooly_backend.profiling.stream import place_of
+
+    return measure_host(database, place_of(engine, database), engine.max_num_reqs)
 
 
 def _clock(engine: Engine, database: Database, ids: tuple[int, int]) -> int:
