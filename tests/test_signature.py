@@ -127,9 +127,12 @@ def test_kernels_make_another_call() -> None:
         (Dim(4728, REQUESTS), Affine(4288, 0, 40), "40*R+E"),
         (Dim(4768, REQUESTS), Affine(4328, 0, 40), "40*R+E"),
         (Dim(75, REQUESTS | Label.of(ENGINE, 64)), Affine(64, 0, 1), "E"),
+        # Blocks of tokens, looked up: another traced step has another number of them.
+        (Dim(78, TOKENS | MODEL), None, "P"),
+        (Dim(64, MODEL), None, 64),
     ],
 )
-def test_how_a_size_is_written(dim: Dim, formula: Affine, text: str) -> None:
+def test_how_a_size_is_written(dim: Dim, formula: Affine | None, text: str | int) -> None:
     assert dims_of(hash_of((dim,), (formula,))) == [text]
 
 

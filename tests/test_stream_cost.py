@@ -168,6 +168,22 @@ def test_lone_steps_tell_what_passes_before_the_device_begins() -> None:
     assert parts.host_us + parts.launch_us == pytest.approx(launched)
 
 
+def test_lone_steps_of_whole_graphs_stand_for_those_of_others() -> None:
+    """The launch of one depth says nothing of what passes first: all of it was taken for that."""
+    parts = (
+        PartCost("full", "device", 0.9),
+        PartCost("full", "launch", step_us=3_400.0),
+        PartCost("full", "before", step_us=1_700.0),
+        PartCost("eager", "launch", step_us=28_000.0),
+        PartCost("piecewise", "launch", step_us=1_000.0),
+    )
+    found = own_cost(None, 32, parts)
+    assert isinstance(found, StreamedCost)
+    assert found.modes[Mode.EAGER].host.step_us == 1_700.0
+    assert found.modes[Mode.EAGER].launch.step_us == 26_300.0
+    assert found.modes[Mode.PIECEWISE].host.step_us == 1_000.0
+
+
 def test_what_passes_before_the_device_begins_is_no_more_than_the_launch() -> None:
     stream = (
         PartCost("full", "device", 0.9, 10.0),

@@ -12,6 +12,7 @@ import sqlite3
 import sqlite_utils
 from sqlite_utils.migrations import Migrations
 
+from dooly_backend.database.planned_sizes import forget_planned_sizes
 from dooly_backend.database.schema import VERSION_1
 from dooly_backend.database.schema_changes import (
     CLOCK_STEPS,
@@ -118,6 +119,12 @@ def m011_lone_steps(db: sqlite_utils.Database) -> None:
     """What steps take that are waited for, and what of it comes before the device begins."""
     for statement in LONE_STEPS:
         db.execute(statement)
+
+
+@MIGRATIONS()
+def m012_planned_sizes(db: sqlite_utils.Database) -> None:
+    """Signatures without the numbers of blocks that the traced step had."""
+    forget_planned_sizes(db)
 
 
 def latest_version() -> int:

@@ -12,8 +12,9 @@ A tensor is ``[dtype, layout, [dims]]``; in stateful modules one with dense rows
 counts as contiguous. A dimension is its value where the model or the code
 decides it, an affine text such as "T" or "9*T+1" where the request does, and
 "E" where the size of an engine buffer does (also as the constant of such a
-text: "40*R+E"); "T^8" is T rounded up to a multiple of 8. "@" is a place that a
-stateful module takes. docs/operations.md has an example to recompute by hand.
+text: "40*R+E"); "T^8" is T rounded up to a multiple of 8; "P" is how many parts
+an engine divides the request's work into. "@" is a place that a stateful module
+takes. docs/operations.md has an example to recompute by hand.
 
 The signature is the SHA-256 of that text, so anyone can recompute it from the
 database.
@@ -208,10 +209,12 @@ def _has_dense_rows(spec: TensorSpec) -> bool:
 
 
 def _dim(dim: Dim, formula: Affine | None) -> Any:
-    if formula is None or not formula.from_request:
-        return "E" if ENGINE in dim.label.bases else dim.size
     if ENGINE in dim.label.bases:
         return "E"
+    if formula is None and dim.label.from_request:
+        return "P"
+    if formula is None or not formula.from_request:
+        return dim.size
     up = f"^{formula.quantum}" if formula.quantum > 1 else ""
     parts = [
         f"{name}{up}" if factor == 1 else f"{factor}*{name}{up}"

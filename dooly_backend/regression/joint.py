@@ -19,6 +19,7 @@ from dooly_backend.regression.models import Parameters, Training
 
 _FEWEST = 3  # measured batches with both phases
 _SHARES = np.linspace(0.0, 1.0, 21)
+_LAUNCHES = np.linspace(0.0, 1.0, 5)  # of the cheapest batch
 _MOST_CHAINS = 30  # that are tried
 _GAIN = 0.8  # of the error without a chain; a chain is worth its parameter below that
 
@@ -59,7 +60,8 @@ class Joint:
 def fit_joint(data: Training, one: Floats, other: Floats) -> Joint:
     """From the measured batches with both phases, and what each alone is said to take.
 
-    With few of them, all of the shorter phase beyond a launch is added.
+    With few of them, all of the shorter phase beyond a launch is added. A chain must bound
+    as many batches.
     """
     cheapest = float(data.us.min())
     both = (one > 0) & (other > 0)
@@ -68,10 +70,12 @@ def fit_joint(data: Training, one: Floats, other: Floats) -> Joint:
     one, other, us = one[both], other[both], data.us[both]
     longest = data.column(LONGEST)[both]
     plain = _best(us, one, other, longest, cheapest, [0.0])
+    assert plain is not None
     slopes = np.unique(us / np.maximum(longest, 1.0))
     chosen = np.linspace(0, len(slopes) - 1, min(len(slopes), _MOST_CHAINS)).astype(int)
     chained = _best(us, one, other, longest, cheapest, slopes[chosen].tolist())
-    return chained[1] if chained[0] < _GAIN * plain[0] else plain[1]
+    is_worth_it = chained is not None and chained[0] < _GAIN * plain[0]
+    return chained[1] if chained is not None and is_worth_it else plain[1]
 
 
 def _best(
@@ -81,20 +85,29 @@ def _best(
     longest: Floats,
     cheapest: float,
     chains: list[float],
-) -> tuple[float, Joint]:
-    """The joint with the least mean error in logarithms, and that error."""
+) -> tuple[float, Joint] | None:
+    """The mean error in logarithms of the joint that is chosen, and that joint.
+
+    None where no chain bounds as many batches as a parameter needs.
+    """
     longer, shorter = np.maximum(one, other), np.minimum(one, other)
-    best: tuple[float, Joint] | None = None
-    for launch in (0.0, cheapest):
+    means: list[float] = []
+    joints: list[Joint] = []
+    for launch in (_LAUNCHES * cheapest).tolist():
         # A row for every share: what `Joint.many` says, of all of them at once.
         together = longer + _SHARES[:, None] * np.maximum(shorter - launch, 0.0)
         for chain in chains:
-            errors = np.abs(np.log(us / np.maximum(together, chain * longest))).mean(axis=1)
-            least = int(np.argmin(errors))
-            if best is None or errors[least] < best[0]:
-                best = float(errors[least]), Joint(launch, float(_SHARES[least]), chain)
-    assert best is not None
-    return best
+            bound = chain * longest
+            errors = np.abs(np.log(us / np.maximum(together, bound)))
+            told = np.full(len(_SHARES), True)
+            if chain:
+                told = (bound > together).sum(axis=1) >= _FEWEST
+            means += errors.mean(axis=1)[told].tolist()
+            joints += [Joint(launch, share, chain) for share in _SHARES[told].tolist()]
+    if not joints:
+        return None
+    least = int(np.argmin(means))
+    return means[least], joints[least]
 
 
 def load_joint(parameters: Parameters) -> Joint:

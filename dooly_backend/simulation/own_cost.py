@@ -166,9 +166,9 @@ def own_cost(fitted: StepCost | None, layers: int, stream: Sequence[PartCost] = 
 def _streamed(stream: Sequence[PartCost], layers: int) -> StreamedCost:
     """What passes before the device begins is part of the launch, and not in addition to it.
 
-    A mode in which the launch bounded every step has the other modes' mean share, and one
-    whose lone steps told nothing has what passes before another mode's steps of several
-    launches: the host prepares them alike.
+    A mode in which the launch bounded every step has the other modes' mean share. One whose
+    lone steps told nothing has what passes before another mode's steps of several launches,
+    or before whole graphs: the host prepares them alike.
     """
     parts = {(part.mode, part.part): part for part in stream}
     shares = [part.share for part in stream if part.part == "device"]
@@ -179,7 +179,8 @@ def _streamed(stream: Sequence[PartCost], layers: int) -> StreamedCost:
         launch = _at(parts.get((name, "launch"), nothing), layers)
         known = parts.get((name, "before"))
         if known is None and mode != Mode.FULL:
-            known = parts.get(("piecewise", "before"), parts.get(("eager", "before")))
+            others = [parts.get((other, "before")) for other in ("piecewise", "eager", "full")]
+            known = next((part for part in others if part is not None), None)
         before = _unmeasured(parts.get((name, "launch"), nothing), layers, mode)
         if known is not None:
             most = _at(known, layers)

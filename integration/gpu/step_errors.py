@@ -10,7 +10,6 @@ it stands the sum of the operations alone. Needs no engine.
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from dooly_backend.regression.step_operations import step_operations_us
 from dooly_backend.simulation.execution import OF_CONFIGURATION, Execution, Mode, capture_sizes
 from dooly_backend.simulation.own_cost import Shapes, own_cost
 from dooly_backend.workload import Batch
+from integration.gpu.steps import read_rows
 
 _NAMES = {Mode.EAGER: "eager", Mode.PIECEWISE: "piecewise", Mode.FULL: "full"}
 
@@ -71,7 +71,7 @@ def main(
     out: Path | None,
 ) -> None:
     """Print errors by kind of batch and by mode; write every step."""
-    rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    rows = read_rows(files)
     found: dict[Served, list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
         found[Served.of(row)].append(row)

@@ -12,10 +12,11 @@ of a step that is waited for (`wall_us`), and the quartiles of the first.
 from __future__ import annotations
 
 import json
+import lzma
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,16 @@ def one(
                     about = {"model": model, "backend": backend, "mode": mode, "round": turn}
                     file.write(json.dumps(about | row) + "\n")
                     file.flush()
+
+
+def read_rows(files: Iterable[Path]) -> list[dict[str, Any]]:
+    """The lines of JSON Lines files, packed (.xz) or not."""
+    found: list[dict[str, Any]] = []
+    for file in files:
+        packed = file.read_bytes()
+        text = lzma.decompress(packed) if file.suffix == ".xz" else packed
+        found += map(json.loads, text.decode().splitlines())
+    return found
 
 
 def rows(

@@ -10,7 +10,6 @@ and length: who is fastest), inversions.csv and inversions.html. Needs no engine
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -20,6 +19,7 @@ import click
 import pandas as pd
 
 from dooly_backend.database import Database
+from integration.gpu.steps import read_rows
 from integration.per_batch.batches import Series
 from integration.per_batch.errors import HEADLINE, compared, mape
 from integration.per_batch.figure import draw
@@ -45,7 +45,7 @@ def main(
     files: tuple[Path, ...], db: str, environment: str | None, all_depths: bool, out: Path
 ) -> None:
     """Compare FILES with what the database predicts."""
-    rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    rows = read_rows(files)
     found = measured(rows)
     if not all_depths:
         deepest: dict[object, int] = {}

@@ -37,6 +37,7 @@ from dooly_backend.simulation.validation import plain
 @click.option("--db", help="In the place of a bundle: it is fitted.")
 @click.option("--backend")
 @click.option("--calibrate/--no-calibrate", default=True, show_default=True)
+@click.option("--device-clock", is_flag=True, help="As of dooly simulate.")
 @click.option("-o", "--out", type=click.Path(path_type=Path), required=True)
 def main(
     model: str,
@@ -45,6 +46,7 @@ def main(
     db: str | None,
     backend: str | None,
     calibrate: bool,
+    device_clock: bool,
     out: Path,
 ) -> None:
     """Compare FILES, grouped by workload, with simulations of MODEL.
@@ -64,6 +66,8 @@ def main(
         model_of_steps = StepModel.of(source.fitted, execution)
         forward = simulated(live[0], model_of_steps.forward_only())
         kernels = Comparison([*map(Metrics, live)], Metrics(forward))
+        if device_clock:
+            model_of_steps = source.with_clock(model_of_steps)
         with_cost = simulated(live[0], model_of_steps)
         if calibrate:
             others = [run for name, those in runs.items() if name != workload for run in those]
@@ -86,7 +90,8 @@ def main(
             "",
         ]
     out.mkdir(parents=True, exist_ok=True)
-    told = {**source.about(), "calibrated": calibrate, "workloads": figures}
+    told = {**source.about(), "calibrated": calibrate, "device_clock": device_clock}
+    told["workloads"] = figures
     (out / "figures.json").write_text(json.dumps(told, indent=2) + "\n")
     (out / "README.md").write_text("\n".join(lines))
     print("\n".join(lines))
