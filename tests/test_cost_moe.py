@@ -88,7 +88,7 @@ def test_where_two_signatures_differ() -> None:
 def test_a_gate_gets_random_inputs_and_the_same_one_again() -> None:
     torch = pytest.importorskip("torch")
     from dooly_backend.profiling.measure import Regime
-    from integration.cost.moe_layers import gates, measure_gates
+    from integration.cost.moe_layers import IN_A_ROW, gates, measure_gates
 
     seen: list[Any] = []
 
@@ -134,11 +134,25 @@ def test_a_gate_gets_random_inputs_and_the_same_one_again() -> None:
     assert {tuple(x.shape) for x in seen} == {(3, 8)}
     assert {x.dtype for x in seen} == {torch.bfloat16}
     # Each is run twice a turn, once in the other layer: four inputs, of which one three times.
-    assert len(seen) == 2 * 2 * (4 + 2)
+    assert len(seen) == 2 * 2 * (4 + 2) * IN_A_ROW
     assert len({tuple(x.flatten().tolist()) for x in seen}) == 4
     engine.moe = {}
     with pytest.raises(InputError, match="no gate"):
         measure_gates(engine, regime, (3,), inputs=4, same=2)
+
+
+def test_calls_in_a_row() -> None:
+    pytest.importorskip("torch")
+    from integration.cost.moe_layers import in_a_row
+
+    seen: list[int] = []
+
+    def layer(value: int) -> int:
+        seen.append(value)
+        return len(seen)
+
+    assert in_a_row(layer, 3)(7) == 3
+    assert seen == [7, 7, 7]
 
 
 def test_a_gates_time_lies_between_two_that_events_see() -> None:

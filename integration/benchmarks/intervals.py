@@ -67,7 +67,7 @@ def main(
         out.with_suffix(".md").write_text(text + "\n")
         columns = ["seed", "kind", "name", "point", "us", "predicted_us", "baseline_us"]
         columns += ["low_us", "high_us", "extrapolated", "regressor"]
-        frame[columns].round(3).to_csv(out.with_suffix(".csv"), index=False)
+        frame[columns].to_csv(out.with_suffix(".csv"), index=False, float_format="%.5g")
     covered, width = inside.covered.mean(), inside.half_width.median()
     faults = []
     if not compositions:

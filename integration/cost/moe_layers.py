@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ from dooly_backend.profiling.sweep import batch_of
 from dooly_backend.profiling.timer import quiet_process, timer_for
 from dooly_backend.tracing.tracer import trace_model
 from dooly_backend.workload import WorkloadPoint
+
+IN_A_ROW = 20  # calls of a gate
 
 
 def measure_experts(
@@ -72,7 +74,9 @@ def measure_gates(
     """Times of the last layer's gate over so many random inputs of each number of tokens.
 
     And over as many as `same` copies of one input, which tell how far apart equal calls are. All
-    of a size take turns. Raises InputError for a model without such a gate.
+    of a size take turns. A time is that of one of `IN_A_ROW` calls behind each other: the
+    events of a GPU see one of two times some 0.8 us apart, and a gate takes 6 us. Raises
+    InputError for a model without such a gate.
     """
     found = list(gates(engine).items())
     if not found:
@@ -88,19 +92,26 @@ def measure_gates(
                 for i, seed in enumerate(seeds)
             }
             measured = measure(engine, timer, subjects, regime).values()
-            times = [round(middle(m.samples_us), 3) for m in measured]
+            times = [round(middle(m.samples_us) / IN_A_ROW, 3) for m in measured]
             rows.append({"tokens": tokens, "inputs_us": times[:inputs], "same_us": times[inputs:]})
     return rows
 
 
 def middle(samples: Sequence[float]) -> float:
-    """The mean of the middle half.
-
-    Events on a GPU see one of two times some 0.8 us apart, whatever runs between them:
-    the median of few samples is either, and a gate takes 6 us.
-    """
+    """The mean of the middle half. Of few samples with one of two times a median is either."""
     quarter = len(samples) // 4
     return statistics.fmean(sorted(samples)[quarter : len(samples) - quarter])
+
+
+def in_a_row(layer: Callable[..., Any], calls: int = IN_A_ROW) -> Callable[..., Any]:
+    """What calls `layer` so often, and returns what the last call did."""
+
+    def repeated(*args: Any, **kwargs: Any) -> Any:
+        for _ in range(calls - 1):
+            layer(*args, **kwargs)
+        return layer(*args, **kwargs)
+
+    return repeated
 
 
 def _subject(layers: Sequence[tuple[str, Any]], tokens: int, seed: int, engine: Engine) -> Subject:
@@ -110,5 +121,5 @@ def _subject(layers: Sequence[tuple[str, Any]], tokens: int, seed: int, engine: 
     drawn = torch.randn((tokens, int(module.input_size)), generator=generator)
     dtype = getattr(torch, engine.configuration.dtype)
     value = drawn.to(device=next(module.parameters()).device, dtype=dtype)
-    calls = [CapturedCall(path, layer, (value,), {}, None, 0) for path, layer in layers]
+    calls = [CapturedCall(path, in_a_row(layer), (value,), {}, None, 0) for path, layer in layers]
     return Subject(calls[-1], None, calls[0] if len(calls) > 1 else None)
