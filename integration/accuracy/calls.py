@@ -146,7 +146,7 @@ def sweeps(root: Path) -> list[str]:
 
 def intervals(root: Path) -> list[str]:
     """How often the 90% interval holds what was measured, and how wide it is."""
-    files = sorted((root / "integration/benchmarks/results").glob("intervals-*.csv"))
+    files = sorted((root / "integration/benchmarks/results").glob("intervals-*.csv.xz"))
     rows = []
     for path in files:
         frame = pd.read_csv(path)
@@ -158,7 +158,7 @@ def intervals(root: Path) -> list[str]:
         marks = [_COVERED.mark(covered), _WIDTH.mark(half.median())]
         rows.append(
             [
-                path.stem.removeprefix("intervals-"),
+                path.name.partition(".")[0].removeprefix("intervals-"),
                 str(len(inside)),
                 f"{error.mean():.1f} %",
                 f"{covered:.1f} %",

@@ -11,7 +11,7 @@ that of the exporters: straight lines through the points, phases added up.
 With ``--compositions`` everything but single prefills and equal decodes is held
 out instead: what a sweep that measures nothing else can tell of real steps.
 
-Writes a table (Markdown) and a CSV of every held-out point. Exit code 1 where the
+Writes a table (Markdown) and a packed CSV of every held-out point. Exit code 1 where the
 mean error is larger than the baseline's, or where of the random quarters fewer
 than 85% or more than 95% are covered, or the median half-width exceeds 10%.
 """
@@ -67,7 +67,7 @@ def main(
         out.with_suffix(".md").write_text(text + "\n")
         columns = ["seed", "kind", "name", "point", "us", "predicted_us", "baseline_us"]
         columns += ["low_us", "high_us", "extrapolated", "regressor"]
-        frame[columns].to_csv(out.with_suffix(".csv"), index=False, float_format="%.5g")
+        frame[columns].to_csv(out.with_suffix(".csv.xz"), index=False, float_format="%.5g")
     covered, width = inside.covered.mean(), inside.half_width.median()
     faults = []
     if not compositions:
