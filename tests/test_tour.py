@@ -1,0 +1,115 @@
+"""Several measurements on one start of an engine: plans, their waves, and the turns for real."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import click
+import pytest
+from conftest import ROOT
+
+from dooly_backend.config import RunOptions
+from dooly_backend.engines.vllm import VllmEngine
+from dooly_backend.simulation.run_file import load_run
+from dooly_backend.simulation.workload import load_workload
+from dooly_backend.workload import Batch
+from integration.gpu import tour
+from integration.gpu.tour import Planned, load_plan, take
+
+#: A worker of two stages; says when its turns began, and which others had started by then.
+PROBE = """
+import sys
+from integration.gpu.workers import ready
+def say(what):
+    with open("events", "a") as file:
+        file.write(what + "\\n")
+name, turns = sys.argv[1], int(sys.argv[2])
+say(f"started {name}")
+ready()
+for turn in range(turns):
+    ready()
+    say(f"turn {turn} of {name}")
+"""
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "integration/gpu/tours").glob("*.yaml")))
+def test_the_plans(path: Path) -> None:
+    planned = [each for wave in load_plan(path) for each in wave]
+    assert planned
+    for each in planned:
+        assert all(load_workload(text).requests > 50 for text in each.workloads)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("- - configuration: a:B\n    turns: [sleep]\n", "is no plan"),
+        ("- configuration: a:B\n", "is no plan"),
+        ("- - configuration: a:B\n    turns: [serve]\n", "a:B shall serve and has no workloads"),
+        ("- - configuration: [\n", "is no plan"),
+    ],
+)
+def test_what_is_no_plan(tmp_path: Path, text: str, reason: str) -> None:
+    (tmp_path / "plan.yaml").write_text(text)
+    with pytest.raises(click.UsageError, match=reason):
+        load_plan(tmp_path / "plan.yaml")
+
+
+def test_an_engines_command() -> None:
+    planned = Planned(
+        configuration="org/M-8B:FLASH_ATTN:full_graph:fp8",
+        turns=("steps", "serve", "serve"),
+        workloads=("paper-small:rate=6",),
+    )
+    assert planned.name == "M-8B-FLASH_ATTN-full_graph-fp8"
+    found = " ".join(planned.command(["--db", "x.db"]))
+    assert found == (
+        "integration.gpu.tour one org/M-8B:FLASH_ATTN:full_graph:fp8 --db x.db "
+        "--turn steps --turn serve --turn serve --workload paper-small:rate=6"
+    )
+
+
+def test_turns_of_a_wave_and_the_wave_behind_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "probe.py").write_text(PROBE)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        Planned, "command", lambda self, options: ["probe", self.name, str(len(self.turns))]
+    )
+    first = [Planned(configuration=name, turns=("steps",) * n) for name, n in (("a", 2), ("b", 1))]
+    second = [Planned(configuration="c")]
+    ended = list(tour.codes([first, second], (), time.monotonic() + 120))
+    assert [(each.name, code) for each, code in ended] == [("a", 0), ("b", 0), ("c", 0)]
+    lines = (tmp_path / "events").read_text().splitlines()
+    assert sorted(lines[:2]) == ["started a", "started b"]
+    turns = [line for line in lines if line.startswith("turn")]
+    assert turns == ["turn 0 of a", "turn 0 of b", "turn 1 of a", "turn 0 of c"]
+
+
+def test_a_wave_for_which_no_time_is_left_is_told() -> None:
+    planned = Planned(configuration="org/M:B")
+    assert list(tour.codes([[planned]], (), time.monotonic() + 5)) == [(planned, None)]
+
+
+def test_an_engine_serves_between_injected_steps(
+    engine: VllmEngine, options: RunOptions, tmp_path: Path
+) -> None:
+    text = "fixed:prompt=24,output=5,requests=3,rate=50"
+    planned = Planned(configuration="m:B:eager", turns=("serve", "serve"), workloads=(text,))
+    unused = tmp_path / "no.db"
+    engine.step(Batch.decode(4, 50))
+    for times in range(2):
+        told = take("serve", times, engine, planned, options, unused, tmp_path)
+        assert [run["file"] for run in told["runs"]] == [f"live-m-B-eager-{times}.json.xz"]
+        engine.step(Batch.prefill(32) + Batch.decode(4, 50))
+    assert take("serve", 1, engine, planned, options, unused, tmp_path)["runs"] == []
+    runs = [load_run(file) for file in sorted(tmp_path.glob("live-*.json.xz"))]
+    assert len(runs) == 2
+    for run in runs:
+        assert run.about["workload"] == text
+        assert run.about["layers"] == engine.num_layers
+        assert [len(record.token_s) for record in run.requests] == [5, 5, 5]
