@@ -47,7 +47,7 @@ def shipped_path(name: str) -> Path:
             raise DatabaseError(
                 f"the built-in database {name!r} cannot be unpacked into {_cache()} or "
                 f"{tempfile.gettempdir()} ({error}): set XDG_CACHE_HOME to a folder with "
-                f"{len(contents) >> 20} MiB of space"
+                f"{(len(contents) >> 20) + 1} MiB of space"
             ) from error
     return cached
 
