@@ -43,11 +43,13 @@ from dooly_backend.tracing.tracer import trace_model
 from dooly_backend.workload import Batch, WorkloadPoint
 from integration.additivity.forward import ForwardClock
 
-#: Rounds of isolated calls, samples of a call in a round and of live steps between two.
-ROUNDS, REPEATS = 5, 3
+#: Rounds of isolated calls, samples of a call in a round and of live steps between two. Many
+#: rounds of one sample: a shared host is quicker and slower by turns of some seconds, and what
+#: is compared shall lie in one of them.
+ROUNDS, REPEATS = 15, 1
 #: Steps of few tokens are short, and noise is a larger part of them: more rounds.
-SHORT, SHORT_ROUNDS = 64, 8
-GPU_ROUNDS = 3  # kernels between events hardly vary
+SHORT, SHORT_ROUNDS = 64, 24
+GPU_ROUNDS, GPU_REPEATS = 3, 3  # kernels between events hardly vary
 
 BATCHES = [
     Batch.prefill(48),
@@ -122,17 +124,18 @@ def compare(
 
     `times` as many rounds as usual, for a host that drifts.
     """
-    rounds_of_it = GPU_ROUNDS
+    rounds_of_it, repeats = GPU_ROUNDS, GPU_REPEATS
     if engine.environment.device_kind == "cpu":
         rounds_of_it = SHORT_ROUNDS if batch.num_tokens <= SHORT else ROUNDS
+        repeats = REPEATS
     rounds_of_it *= times
     watch = watch_for(engine.environment)
     watch.begin()
-    lives = [_live(engine, timer, batch)]
+    lives = [_live(engine, timer, batch, repeats)]
     isolated: list[_Sums] = []
     for _ in range(rounds_of_it):
-        isolated.append(_isolated(engine, timer, batch, signed))
-        lives.append(_live(engine, timer, batch))
+        isolated.append(_isolated(engine, timer, batch, signed, repeats))
+        lives.append(_live(engine, timer, batch, repeats))
     around = [
         _Sums((before.forward + after.forward) / 2, (before.step + after.step) / 2)
         for before, after in pairwise(lives)
@@ -167,7 +170,9 @@ def calmer_half(rounds: Sequence[tuple[_Sums, _Sums]]) -> list[tuple[_Sums, _Sum
     return [rounds[i] for i in sorted(quick[: (len(rounds) + 1) // 2])]
 
 
-def _isolated(engine: Engine, timer: Timer, batch: Batch, signed: dict[Entry, Signature]) -> _Sums:
+def _isolated(
+    engine: Engine, timer: Timer, batch: Batch, signed: dict[Entry, Signature], repeats: int
+) -> _Sums:
     entries = list(signed)
     with captured(engine, batch, [entry.key for entry in entries]) as calls:
         subjects = {
@@ -176,7 +181,7 @@ def _isolated(engine: Engine, timer: Timer, batch: Batch, signed: dict[Entry, Si
             )
             for signature in set(signed.values())
         }
-        measured = measure(engine, timer, subjects, Regime(REPEATS, 0, rounds=1), calls)
+        measured = measure(engine, timer, subjects, Regime(repeats, 0, rounds=1), calls)
     medians = {key[0]: measurement.median_us for key, measurement in measured.items()}
     return _Sums(
         sum(medians[signed[e].hash] for e in entries if e.path.startswith("model")),
@@ -184,10 +189,10 @@ def _isolated(engine: Engine, timer: Timer, batch: Batch, signed: dict[Entry, Si
     )
 
 
-def _live(engine: Engine, timer: Timer, batch: Batch) -> _Sums:
+def _live(engine: Engine, timer: Timer, batch: Batch, repeats: int) -> _Sums:
     clock = ForwardClock(engine, timer, batch)
     with clock.running():
-        steps = step_samples(engine, timer, batch, engine.num_layers, REPEATS)
+        steps = step_samples(engine, timer, batch, engine.num_layers, repeats)
     # The first pass warms up.
     return _Sums(statistics.median(clock.times_us[1:]), statistics.median(steps))
 
