@@ -263,7 +263,7 @@ def _about(engine: Engine, options: RunOptions) -> dict[str, Any]:
 
 
 def host_of(engine: Engine, database: Database) -> int:
-    """The scheduler's part of the engine's steps, measured beside it; how many steps."""
+    """Measure the scheduler's part of the steps of an engine that is closed; how many sizes."""
     from dooly_backend.profiling.host import measure_host
     from dooly_backend.profiling.stream import place_of
 
