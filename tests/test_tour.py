@@ -15,7 +15,8 @@ from dooly_backend.engines.vllm import VllmEngine
 from dooly_backend.simulation.run_file import load_run
 from dooly_backend.simulation.workload import load_workload
 from dooly_backend.workload import Batch
-from integration.gpu import tour
+from integration.gpu import launching, tour
+from integration.gpu.steps import read_rows
 from integration.gpu.tour import Planned, load_plan, take
 
 #: A worker of two stages; says when its turns began, and which others had started by then.
@@ -113,3 +114,45 @@ def test_an_engine_serves_between_injected_steps(
         assert run.about["workload"] == text
         assert run.about["layers"] == engine.num_layers
         assert [len(record.token_s) for record in run.requests] == [5, 5, 5]
+
+
+def test_launches_in_every_pattern(
+    engine: VllmEngine, options: RunOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launching, "_FRESH", {"full": None, "eager": Batch.prefill(24)})
+    monkeypatch.setattr(launching, "_DECODES", Batch.decode(2, 50))
+    monkeypatch.setattr(launching, "_CYCLES", 2)
+    monkeypatch.setattr(launching, "_BETWEEN", 3)
+    text = "fixed:prompt=24,output=5,requests=3,rate=50"
+    monkeypatch.setattr(launching, "_SERVED", {"eager": text})
+    runner = engine.core.model_executor.driver_worker.worker.model_runner
+    before = os.sched_getaffinity(0)
+    planned = Planned(configuration="m:B:eager", turns=("launches",))
+    told = take("launches", 0, engine, planned, options, tmp_path / "no.db", tmp_path)
+    assert os.sched_getaffinity(0) == before
+    assert "execute_model" not in vars(runner)
+    rows = read_rows([tmp_path / "launches-m-B-eager.jsonl"])
+    assert told == {"launches": len(rows)}
+    for row in rows:
+        assert 0 < row["cpu_us"] < 4 * row["wall_us"]
+        assert row["held_on"] in (None, row["processor"])
+    # Two steps run ahead of each row, and one admits its decodes.
+    free = [row for row in rows if row["held_on"] is None]
+    tokens = [row["tokens"] for row in free if row["pattern"] == "among decodes"]
+    assert [n for n in tokens if n > 2] == [26] * 4
+    assert next(row["tokens"] for row in free if row["pattern"] == "served") == 24
+    found = {(row["kind"], row["pattern"], row["held on"]): row for row in launching.summary(rows)}
+    assert len(found) == 4 * len({row["held_on"] for row in rows})
+    assert found["eager", "among decodes", "-"]["launches"] == 4
+    assert found["eager", "in a row", "-"]["launches"] == launching._ROW + 2
+
+
+def test_what_the_processors_did() -> None:
+    before = launching.processor_times("cpu  100 0 50 800 20 5 5 20 0 0\n")
+    after = launching.processor_times("cpu  130 0 60 850 20 5 5 30 0 0\n")
+    assert before == {"busy": 160, "idle": 820, "stolen": 20}
+    processors = os.cpu_count() or 1
+    assert launching.shares(before, after) == {
+        "busy": round(0.4 * processors, 2),
+        "stolen": round(0.1 * processors, 2),
+    }

@@ -1,12 +1,13 @@
 """All that engines of full depth can tell, on one start of each: a plan for one device.
 
-    python -m integration.gpu.tour run integration/gpu/tours/h200-a.yaml --db h200.db --out results
+    python -m integration.gpu.tour run integration/gpu/tours/served-0.yaml --db h200.db --out results
 
 An engine takes a minute or two to start, and each thing that is measured on it less.
 So here one engine goes through several turns: ``steps`` (whole steps into the database, as
 `integration.gpu.step_costs` measures them), ``held-out`` (its others, into a file), ``serve``
-(its workloads, as `integration.live_vllm.run` serves them) and ``batches`` (one round of
-`integration.per_batch.measure`, as far as the engine takes them). The engines of a wave
+(its workloads, as `integration.live_vllm.run` serves them), ``batches`` (one round of
+`integration.per_batch.measure`, as far as the engine takes them) and ``launches`` (what
+`integration.gpu.launching` asks). The engines of a wave
 share the device: all have their first turn before any has its second, so that what is
 measured again is measured minutes later. Meanwhile the next wave's processes import
 and work out their configuration. Everything is written as soon as it is measured.
@@ -32,10 +33,11 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from dooly_backend.config import RunOptions
 from dooly_backend.database import Database
 from dooly_backend.engines import Engine
+from integration.gpu import launching
 from integration.gpu.step_costs import host_of, measure, measure_held_out, options_of
 from integration.gpu.workers import Wave, ready
 
-Turn = Literal["steps", "held-out", "serve", "batches"]
+Turn = Literal["steps", "held-out", "serve", "batches", "launches"]
 _LEAST_SECONDS = 60  # an engine takes about that long to start
 
 
@@ -207,6 +209,10 @@ def take(
         return measure_held_out(engine, planned.configuration, options, out)
     if turn == "serve":
         return {"runs": list(serve(engine, planned, times, out))}
+    if turn == "launches":
+        who = {"configuration": planned.configuration, "round": times}
+        path = out / f"launches-{planned.name}.jsonl"
+        return {"launches": launching.measure(engine, path, who)}
     about = batches.about_of(engine) | {
         "mode": options.execution_mode,
         "max_num_seqs": options.max_num_seqs,
