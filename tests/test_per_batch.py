@@ -19,7 +19,7 @@ from dooly_backend.database.records import StreamStep
 from dooly_backend.engines.vllm import VllmEngine
 from dooly_backend.profiling.stream_batches import STREAM_BATCHES
 from dooly_backend.regression.bundle_fit import fit_bundle
-from dooly_backend.regression.step_operations import step_operations_us
+from dooly_backend.regression.step_operations import step_operations
 from dooly_backend.workload import Batch
 from integration.gpu import steps
 from integration.gpu.workers import in_turn
@@ -148,12 +148,12 @@ def test_live_batches_beside_their_prediction(file: Path, profiled: Profiled) ->
         StreamStep(Batch.parse(key), 3, "eager", Batch.parse(key).num_tokens, (1.0,), (1.0,))
         for key in frame["batch"]
     ]
-    sums = step_operations_us(fitted.configuration, fitted.occurrences, fitted.predictors, alone)
+    sums = step_operations(fitted.configuration, fitted.occurrences, fitted.predictors, alone)
     cost = fitted.step_cost
     assert cost is not None
     expected = [
-        us + cost.step_us + 3 * cost.layer_us + cost.request_us * step.batch.num_reqs
-        for us, step in zip(sums, alone, strict=True)
+        each.us + cost.step_us + 3 * cost.layer_us + cost.request_us * step.batch.num_reqs
+        for each, step in zip(sums, alone, strict=True)
     ]
     # On a CPU the host computes: waited for or not, a step takes the sum.
     assert frame["predicted_us"].tolist() == pytest.approx(expected)

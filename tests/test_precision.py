@@ -15,6 +15,7 @@ from dooly_backend.config import RunOptions, load_model
 from dooly_backend.database import Database
 from dooly_backend.database.records import ENGINE_QUANTIZATION, Configuration
 from dooly_backend.errors import InputError
+from dooly_backend.regression.bundle_fit import fit_bundle
 from dooly_backend.regression.select import profile_options, select
 from dooly_backend.simulation.limits import kv_blocks
 
@@ -82,6 +83,26 @@ def test_one_of_several_is_chosen_by_its_precision(both: Path) -> None:
             chosen()
         with pytest.raises(InputError, match="--quantization awq"):
             chosen(quantization="awq")
+
+
+def test_with_graphs_where_nothing_else_is_said(tmp_path: Path) -> None:
+    modes = ("eager", "full_graph")
+    with Database.open(tmp_path / "modes.db", create=True) as database:
+        ids = {
+            mode: store(
+                database, {LINEAR: [at("tokens=8", 2.0)]}, occurrences=LINEARS, execution_mode=mode
+            )
+            for mode in modes
+        }
+        bundle = fit_bundle(database)
+        for filters in ({}, {"execution_mode": None}, {"backend": QWEN.backend}):
+            assert select(database, QWEN.model, None, filters) == ids["full_graph"]
+            found = bundle.configuration(QWEN.model, **filters)
+            assert found.configuration.execution_mode == "full_graph"
+        for mode in modes:
+            assert select(database, QWEN.model, None, {"execution_mode": mode}) == ids[mode]
+            found = bundle.configuration(QWEN.model, execution_mode=mode)
+            assert found.configuration.execution_mode == mode
 
 
 def test_dooly_db_info_shows_it(both: Path) -> None:

@@ -23,7 +23,7 @@ from dooly_backend.profiling.stream_batches import STREAM_BATCHES
 from dooly_backend.regression.bundle import Bundle, load_bundle
 from dooly_backend.regression.bundle_fit import fit_bundle
 from dooly_backend.regression.clock import HEAVY_TOKENS
-from dooly_backend.regression.step_operations import step_operations_us
+from dooly_backend.regression.step_operations import Operations, step_operations
 from dooly_backend.regression.store_cost import store_stream_cost
 from dooly_backend.regression.stream_cost import fit_stream_cost, time_us
 from dooly_backend.simulation.execution import Execution, Mode, capture_sizes
@@ -54,10 +54,11 @@ TRUTH = {
 }
 
 
-def by_hand_us(batch: Batch, layers: int) -> float:
-    """Some sum of operations."""
+def by_hand(batch: Batch, layers: int) -> Operations:
+    """Some sum of operations, of it attention what reads the cache."""
     read = sum(request.query + request.context for request in batch.requests)
-    return layers * (140 + 0.8 * batch.num_tokens + 0.002 * read) + 350
+    attention = layers * 0.002 * read
+    return Operations(attention + layers * (140 + 0.8 * batch.num_tokens) + 350, attention)
 
 
 def shown(batch: Batch, layers: int, times: Callable[[float], float]) -> StreamStep:
@@ -66,8 +67,8 @@ def shown(batch: Batch, layers: int, times: Callable[[float], float]) -> StreamS
     numbers = (np.array([n]) for n in (batch.num_tokens, batch.num_reqs, longest))
     mode, padded = RULE.modes(*numbers)
     name = NAMES[int(mode[0])]
-    device = time_us(TRUTH[name, "device"], by_hand_us(batch, layers))
-    launch = time_us(TRUTH[name, "launch"], 0.0, layers, batch.num_reqs, batch.num_tokens)
+    device = time_us(TRUTH[name, "device"], by_hand(batch, layers))
+    launch = time_us(TRUTH[name, "launch"], layers=layers, requests=batch.num_reqs)
     interval = tuple(times(max(device, launch)) for _ in range(5))
     return StreamStep(
         batch, layers, name, int(padded[0]), interval, tuple(times(launch) for _ in range(5))
@@ -91,8 +92,10 @@ def with_lone_steps(measured: Sequence[StreamStep], noise: random.Random) -> lis
     """The steps, each alone as well: heavy ones at the higher clock of a rested device."""
     found = []
     for step in measured:
-        device = time_us(TRUTH[step.mode, "device"], by_hand_us(step.batch, step.num_layers))
-        launch = time_us(TRUTH[step.mode, "launch"], 0.0, step.num_layers, step.batch.num_reqs)
+        device = time_us(TRUTH[step.mode, "device"], by_hand(step.batch, step.num_layers))
+        launch = time_us(
+            TRUTH[step.mode, "launch"], layers=step.num_layers, requests=step.batch.num_reqs
+        )
         before = WAITS[step.mode] + (step.mode == "full") * GRAPH_LAYER_US * step.num_layers
         device *= 0.88 if step.batch.num_tokens >= HEAVY_TOKENS else 1.0
         lone = max(before + device, launch)
@@ -100,8 +103,8 @@ def with_lone_steps(measured: Sequence[StreamStep], noise: random.Random) -> lis
     return found
 
 
-def operations(measured: Sequence[StreamStep]) -> list[float]:
-    return [by_hand_us(step.batch, step.num_layers) for step in measured]
+def operations(measured: Sequence[StreamStep]) -> list[Operations]:
+    return [by_hand(step.batch, step.num_layers) for step in measured]
 
 
 # -- the fit ---------------------------------------------------------------------
@@ -122,6 +125,20 @@ def test_what_steps_cost_is_found_again() -> None:
         assert cost.layer_us == pytest.approx(truth.layer_us, abs=2)
 
 
+def test_attention_is_not_fused() -> None:
+    """Long contexts take what their attention takes, however much of the rest is fused."""
+    measured = steps()
+    found = by_part(fit_stream_cost(measured, operations(measured)))["full", "device"]
+    short, long = (Operations(4000.0 + us, us) for us in (100.0, 9000.0))
+    assert time_us(found, long) - time_us(found, short) == pytest.approx(8900.0)
+    one = np.ones(1, np.int64)
+    shapes = Shapes(one, one, one, np.array([Mode.FULL], np.int8))
+    own = own_cost(None, 32, (found,)).of(shapes)
+    for each in (short, long):
+        device = own.device_us(np.array([each.us]), np.array([each.attention_us]))
+        assert device[0] == pytest.approx(time_us(found, each))
+
+
 def test_noise_and_outliers_move_it_little() -> None:
     draw = random.Random(3)
 
@@ -134,8 +151,8 @@ def test_noise_and_outliers_move_it_little() -> None:
     held_out = [Batch.decode(32, 1500), Batch.prefill(400), Batch.prefill(2048)]
     for batch in held_out:
         truth = shown(batch, 32, float)
-        device = time_us(found[truth.mode, "device"], by_hand_us(batch, 32))
-        launch = time_us(found[truth.mode, "launch"], 0.0, 32, batch.num_reqs, batch.num_tokens)
+        device = time_us(found[truth.mode, "device"], by_hand(batch, 32))
+        launch = time_us(found[truth.mode, "launch"], layers=32, requests=batch.num_reqs)
         assert max(device, launch) == pytest.approx(truth.median_us, rel=0.02)
     assert all(0 < cost.mape < 3 for cost in costs)
 
@@ -163,7 +180,7 @@ def test_lone_steps_tell_what_passes_before_the_device_begins() -> None:
     )  # fmt: skip
     parts = own.of(shapes)
     assert parts.host_us[0] == pytest.approx(parts.host_us[1])
-    launched = [time_us(found[mode, "launch"], 0.0, 32, int(n)) for mode, n in
+    launched = [time_us(found[mode, "launch"], layers=32, requests=int(n)) for mode, n in
                 (("eager", 1), ("piecewise", 1), ("full", 8))]  # fmt: skip
     assert parts.host_us + parts.launch_us == pytest.approx(launched)
 
@@ -211,8 +228,8 @@ def test_a_backend_that_waits_while_it_launches_hides_nothing() -> None:
         assert found[mode, "device"].share == pytest.approx(TRUTH[mode, "device"].share, abs=0.01)
     for batch in (Batch.decode(32, 1500), Batch.prefill(2048), Batch.prefill(128)):
         truth = shown(batch, 32, float)
-        device = time_us(found[truth.mode, "device"], by_hand_us(batch, 32))
-        launch = time_us(found[truth.mode, "launch"], 0.0, 32, batch.num_reqs)
+        device = time_us(found[truth.mode, "device"], by_hand(batch, 32))
+        launch = time_us(found[truth.mode, "launch"], layers=32, requests=batch.num_reqs)
         assert max(device, launch) == pytest.approx(truth.median_us, rel=0.03)
 
 
@@ -288,7 +305,7 @@ def fill(database: Database) -> tuple[tuple[int, int], Bundle]:
     ids = store(database, MEASURED, execution_mode="full_graph")
     each = fit_bundle(database).configurations[0]
     plain = [replace(step, interval_us=(1.0,)) for step in steps()]
-    sums = step_operations_us(each.configuration, each.occurrences, each.predictors, plain)
+    sums = step_operations(each.configuration, each.occurrences, each.predictors, plain)
     for step, us in zip(plain, sums, strict=True):
         device = time_us(TRUTH[step.mode, "device"], us)
         interval = max(device, step.launch_median_us)
@@ -307,13 +324,14 @@ def test_a_simulation_takes_what_a_step_takes(database: Database) -> None:
     for batch in (Batch.decode(32, 1500), Batch.prefill(300), Batch.prefill(2048)):
         one = shown(batch, layers, float)
         time = model.time(batch)
-        (us,) = step_operations_us(each.configuration, each.occurrences, each.predictors, [one])
-        assert us == pytest.approx(model.forward_only().time(batch).device_us)
+        (us,) = step_operations(each.configuration, each.occurrences, each.predictors, [one])
+        assert us.us == pytest.approx(model.forward_only().time(batch).device_us)
         assert time.device_us == pytest.approx(time_us(TRUTH[one.mode, "device"], us), rel=0.01)
         host = time.host_us + time.launch_us - (100 + 2 * batch.num_reqs)
         assert host == pytest.approx(one.launch_median_us, rel=0.02)
         assert time.output_us == pytest.approx(40 + batch.num_reqs, rel=0.05)
         parts = model.parts_us(Batches.of([batch]))
+        assert float(parts["attention"][0]) == pytest.approx(us.attention_us)
         device = max(time.device_us, time.launch_us)
         total = sum(float(part[0]) for part in parts.values())
         assert total == pytest.approx(device + time.host_us + time.output_us)
@@ -365,7 +383,7 @@ def test_errors_on_batches_that_no_fit_has_seen(database: Database, tmp_path: Pa
     _, bundle = fill(database)
     each = bundle.configurations[0]
     held_out = [shown(batch, layers, float) for layers in (4, 28) for batch in BATCHES]
-    sums = step_operations_us(each.configuration, each.occurrences, each.predictors, held_out)
+    sums = step_operations(each.configuration, each.occurrences, each.predictors, held_out)
     about = {"model": QWEN.model, "backend": QWEN.backend, "mode": "full_graph"}
     rows = []
     for step, us in zip(held_out, sums, strict=True):
@@ -403,7 +421,7 @@ def test_info_shows_it(database: Database) -> None:
     assert "62 steps of 4, 32 layers" in captured.get()
     assert "full device" in captured.get()
     assert formula(TRUTH["full", "launch"]) == "1300 + 20.0 a layer + 1.50 a request"
-    assert formula(TRUTH["full", "device"]) == "0.920 operations + 40"
+    assert formula(TRUTH["full", "device"]) == "attention + 0.920 of the rest + 40"
 
 
 def test_files_with_it_are_united_and_checked(database: Database, tmp_path: Path) -> None:
@@ -427,6 +445,23 @@ def test_files_with_it_are_united_and_checked(database: Database, tmp_path: Path
     assert problems[1].startswith("host_step 1 cannot be read")
 
 
+def test_a_file_of_before_forgets_shares_of_attention(tmp_path: Path) -> None:
+    path = tmp_path / "old.db"
+    with Database.open(path, create=True) as database:
+        ids, _ = fill(database)
+        assert database.stream_cost(*ids)
+        assert migrations.latest_version() >= 13
+        database._connection.execute(
+            "DELETE FROM _sqlite_migrations WHERE name = 'm013_attention_whole'"
+        )
+        database._connection.execute(f"PRAGMA user_version = {migrations.latest_version() - 1}")
+    with Database.open(path) as database:
+        assert database.stream_cost(*ids) == ()
+        assert len(database.stream_steps(*ids)) == 2 * len(STREAM_BATCHES)
+        assert {cost.part for cost in store_stream_cost(database, ids)} >= {"device", "launch"}
+        assert database.stream_cost(*ids)
+
+
 def test_a_file_of_before_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "old.db"
     tables = ("stream_step", "host_step", "stream_cost")
@@ -435,9 +470,10 @@ def test_a_file_of_before_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         for table in tables:
             database._connection.execute(f"DROP TABLE {table}")
         database._connection.execute(
-            "DELETE FROM _sqlite_migrations WHERE name IN ('m008_stream_steps', 'm011_lone_steps')"
+            "DELETE FROM _sqlite_migrations WHERE name IN "
+            "('m008_stream_steps', 'm011_lone_steps', 'm013_attention_whole')"
         )
-        version = migrations.latest_version() - 2
+        version = migrations.latest_version() - 3
         database._connection.execute(f"PRAGMA user_version = {version}")
     with Database.open(path) as database:
         assert database.info().schema_version == migrations.latest_version()

@@ -178,9 +178,10 @@ def _stream_table(info: DatabaseInfo) -> Table:
 
 
 def formula(cost: PartCost) -> str:
-    """``0.93 operations + 120 + 22.4 a layer``."""
+    """``120 + 22.4 a layer``, ``attention + 0.93 of the rest``."""
+    share = f"attention + {cost.share:.3f} of the rest"
     terms = [
-        (cost.share, f"{cost.share:.3f} operations"),
+        (cost.share, share),
         (cost.step_us, f"{cost.step_us:.0f}"),
         (cost.layer_us, f"{cost.layer_us:.1f} a layer"),
         (cost.request_us, f"{cost.request_us:.2f} a request"),

@@ -15,6 +15,7 @@ from sqlite_utils.migrations import Migrations
 from dooly_backend.database.planned_sizes import forget_planned_sizes
 from dooly_backend.database.schema import VERSION_1
 from dooly_backend.database.schema_changes import (
+    ATTENTION_WHOLE,
     CLOCK_STEPS,
     COLLECTIVES,
     GRAPH_OF_EACH_ENVIRONMENT,
@@ -125,6 +126,13 @@ def m011_lone_steps(db: sqlite_utils.Database) -> None:
 def m012_planned_sizes(db: sqlite_utils.Database) -> None:
     """Signatures without the numbers of blocks that the traced step had."""
     forget_planned_sizes(db)
+
+
+@MIGRATIONS()
+def m013_attention_whole(db: sqlite_utils.Database) -> None:
+    """What whole steps take, fitted with attention as it is."""
+    for statement in ATTENTION_WHOLE:
+        db.execute(statement)
 
 
 def latest_version() -> int:

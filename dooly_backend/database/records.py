@@ -297,6 +297,7 @@ class HostStep:
 class PartCost:
     """One part of a step: what it takes beside `share` of the sum of the operations.
 
+    The device takes attention whole, and `share` of the others.
     `part` is "device" (what the device takes), "launch" (what the host takes to launch
     it), "before" (what of that passes before an idle device begins, and what passes
     after it is done), or, in the mode "any", "schedule" and "output" (`HostStep`).

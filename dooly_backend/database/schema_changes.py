@@ -275,6 +275,20 @@ INSERT INTO stream_step SELECT configuration_id, environment_id, batch, num_laye
     "DROP TABLE stream_cost_010",
 )
 
+#: What was fitted as a share of attention, too, goes: profiling and bundling fit again.
+ATTENTION_WHOLE: tuple[str, ...] = (
+    "DROP TABLE stream_cost",
+    STREAM_STEPS[2]
+    .replace("'launch', ", "'launch', 'before', ")
+    .replace(
+        "    -- share_ratio * operations + step_us + layer_us * layers + request_us * requests\n"
+        "    -- + token_us * tokens\n",
+        "    -- share_ratio * (operations but attention) + step_us + layer_us * layers\n"
+        "    -- + request_us * requests + token_us * tokens, and the device attention besides\n",
+    )
+    .replace("-- of the sum of the operations;", "-- of the operations but attention;"),
+)
+
 CLOCK_STEPS: tuple[str, ...] = (
     """\
 CREATE TABLE clock_row (

@@ -41,7 +41,7 @@ from dooly_backend.regression.container import BundleError
 from dooly_backend.regression.features import KINDS
 from dooly_backend.regression.fitting import FittedSignature
 from dooly_backend.regression.prediction import Prediction, SignaturePredictor
-from dooly_backend.regression.select import TELLING, is_called, tell_apart
+from dooly_backend.regression.select import TELLING, in_usual_mode, is_called, tell_apart
 from dooly_backend.workload import Batch
 
 __all__ = ["Bundle", "BundleConfiguration", "BundleError", "load_bundle"]
@@ -167,7 +167,8 @@ class Bundle:
         """The one configuration that fits.
 
         `model` is a name, its last part, or a digest; `filters` are fields of
-        `Configuration` (backend="FLASH_ATTN"; None: any). Raises InputError,
+        `Configuration` (backend="FLASH_ATTN"; None: any, but of several execution
+        modes the one with graphs). Raises InputError,
         naming the choices, where none or several fit, TypeError for a filter
         that configurations do not have.
         """
@@ -181,6 +182,8 @@ class Bundle:
             if (model is None or is_called(each.configuration, model))
             and all(getattr(each.configuration, n) == v for n, v in wanted.items())
         ]
+        modes = {i: each.configuration for i, each in enumerate(fitting)}
+        fitting = [fitting[i] for i in in_usual_mode(modes, wanted)]
         if len(fitting) == 1:
             return fitting[0]
         choices = [each.configuration for each in fitting or self.configurations]

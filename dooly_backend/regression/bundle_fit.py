@@ -17,7 +17,7 @@ from dooly_backend.regression.features import KINDS, features_of
 from dooly_backend.regression.fitting import FittedSignature, fit_signatures
 from dooly_backend.regression.intervals import LEVEL
 from dooly_backend.regression.select import select_all
-from dooly_backend.regression.step_operations import step_operations_us
+from dooly_backend.regression.step_operations import step_operations
 from dooly_backend.regression.stream_cost import fit_stream_cost
 
 _UNITS = {"time": "us", "tokens": "tokens", "errors": "|log(measured / predicted)|"}
@@ -96,7 +96,7 @@ def _with_stream_cost(
     """With what steps in a row took beyond the operations as this bundle predicts them."""
     if not steps:
         return each
-    operations = step_operations_us(each.configuration, each.occurrences, each.predictors, steps)
+    operations = step_operations(each.configuration, each.occurrences, each.predictors, steps)
     return replace(each, stream_cost=fit_stream_cost(steps, operations, hosts))
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, TypeVar
 
 from dooly_backend.database import Database
 from dooly_backend.database.records import Configuration, Environment
 from dooly_backend.errors import InputError
+
+Key = TypeVar("Key")
 
 _DIGEST_SHOWN = 12
 _DIGEST_SHORTEST = 6  # hex digits that select by digest
@@ -20,6 +22,9 @@ TELLING = (
     "expert_parallel",
     "stage",
 )
+
+
+_USUAL_MODE = "full_graph"  # vLLM's, unless it is told otherwise
 
 
 class UnmeasuredError(InputError):
@@ -34,7 +39,8 @@ def select(
 ) -> tuple[int, int]:
     """Row ids of the one configuration and environment that fit and are measured.
 
-    Raises InputError that names the choices when none or several fit, and
+    Where profiles in several execution modes fit and no filter names one, the engine's
+    default is meant: with graphs. Raises InputError that names the choices when none or several fit, and
     TypeError for a filter that no configuration has.
     """
     configurations = _matching_configurations(database, model, filters)
@@ -48,7 +54,8 @@ def select(
     ]
     if not complete:
         raise _unmeasured(database, configurations, environments)
-    chosen = {configuration_id for configuration_id, _ in complete}
+    chosen = set(in_usual_mode({i: configurations[i] for i, _ in complete}, filters))
+    complete = [(i, environment_id) for i, environment_id in complete if i in chosen]
     if len(chosen) > 1:
         choices = tell_apart([configurations[i] for i in sorted(chosen)])
         raise InputError(
@@ -62,6 +69,16 @@ def select(
             f"{'; '.join(choices)}: choose one with --environment DEVICE or its digest"
         )
     return complete[0]
+
+
+def in_usual_mode(
+    fitting: Mapping[Key, Configuration], filters: Mapping[str, Any]
+) -> Mapping[Key, Configuration]:
+    """Those in the engine's default execution mode, where there are any and no filter names one."""
+    if filters.get("execution_mode") is not None:
+        return fitting
+    usual = {i: each for i, each in fitting.items() if each.execution_mode == _USUAL_MODE}
+    return usual or fitting
 
 
 def select_all(

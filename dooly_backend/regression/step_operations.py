@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -13,13 +13,25 @@ from dooly_backend.regression.prediction import SignaturePredictor
 from dooly_backend.workload import Batch, PointKind
 
 
-def step_operations_us(
+@dataclass(frozen=True)
+class Operations:
+    """The operations of one step, summed: microseconds of all of them, and of attention alone.
+
+    Attention is what depends on the batch, and not on its tokens or requests alone: no
+    compiler fuses it with what lies around it.
+    """
+
+    us: float
+    attention_us: float = 0.0
+
+
+def step_operations(
     configuration: Configuration,
     occurrences: Iterable[Occurrence],
     predictors: Mapping[str, SignaturePredictor],
     steps: Sequence[StreamStep],
-) -> list[float]:
-    """Microseconds of each of `steps`. One rank alone does not communicate: no collectives.
+) -> list[Operations]:
+    """Those of each of `steps`. One rank alone does not communicate: no collectives.
 
     What depends on tokens is predicted for the padded ones; attention, the LM
     head and the sampler see the real requests.
@@ -29,15 +41,18 @@ def step_operations_us(
     by_depth: dict[int, list[int]] = defaultdict(list)
     for index, step in enumerate(steps):
         by_depth[step.num_layers].append(index)
-    totals = np.zeros(len(steps))
+    totals, attention = np.zeros(len(steps)), np.zeros(len(steps))
     for depth, indices in by_depth.items():
         shown: dict[PointKind, list[Batch]] = {}
         for signature, count in counts_of(occurrences, first, depth).items():
             predictor = predictors[signature]
             if predictor.kind not in shown:
                 shown[predictor.kind] = [_shown(steps[i], predictor.kind) for i in indices]
-            totals[indices] += count * predictor.predict_batches(shown[predictor.kind]).us
-    return [float(us) for us in totals]
+            us = count * predictor.predict_batches(shown[predictor.kind]).us
+            totals[indices] += us
+            if predictor.kind == "batch":
+                attention[indices] += us
+    return [Operations(*map(float, each)) for each in zip(totals, attention, strict=True)]
 
 
 def counts_of(occurrences: Iterable[Occurrence], first: int, depth: int) -> Counter[str]:

@@ -2,9 +2,10 @@
 
 Fitted to steps in a row (`profiling/stream.py`), by execution mode:
 
-- the device takes ``share * operations + step``: compiled code fuses some
-  operations, and kernels of a graph follow each other more closely than they do
-  where they are timed;
+- the device takes attention and ``share * (other operations) + step``: compiled code fuses
+  some operations, and kernels of a graph follow each other more closely than they do
+  where they are timed; nothing is fused with attention, which is most of a step with
+  long contexts;
 - the host launches for ``step + layer * layers + request * requests``: without a
   graph every kernel is a launch of its own. What a request takes is that of whole
   graphs, where steps of many requests tell it best;
@@ -31,6 +32,7 @@ from scipy.optimize import least_squares
 from dooly_backend.database.records import HostStep, Part, PartCost, StepMode, StreamStep
 from dooly_backend.regression.batches import Floats
 from dooly_backend.regression.clock import HEAVY_TOKENS
+from dooly_backend.regression.step_operations import Operations
 from dooly_backend.workload import Batch
 
 MODES: tuple[StepMode, ...] = ("full", "piecewise", "eager")
@@ -38,22 +40,24 @@ _DAMPED = 0.05  # relative errors above which a step counts for less
 _FREELY = 0.9  # of a step: a launch that took no more did not wait for the device
 _LEAST_US = 1.0  # what is shorter, a clock of the host does not tell
 _IDLE = 0.7  # of a step: with no more operations than that the device waited for the launch
+_CLEARLY = 0.9  # of an error: what one number more must reach to be believed
+_NONE = Operations(0.0)
 
 
 def fit_stream_cost(
-    steps: Sequence[StreamStep], operations_us: Sequence[float], hosts: Iterable[HostStep] = ()
+    steps: Sequence[StreamStep], operations: Sequence[Operations], hosts: Iterable[HostStep] = ()
 ) -> tuple[PartCost, ...]:
     """The parts of a step by mode; a mode or part without measurements is missing.
 
-    `operations_us` are the sums of the operations of each of `steps`, at its
+    `operations` are the sums of the operations of each of `steps`, at its
     depth and padding, from the predictor that the cost is used with.
     """
     costs: list[PartCost] = []
     request_us: float | None = None
     for mode in MODES:
         chosen = [
-            _Step.of(step, us)
-            for step, us in zip(steps, operations_us, strict=True)
+            _Step.of(step, sums)
+            for step, sums in zip(steps, operations, strict=True)
             if step.mode == mode
         ]
         if chosen:
@@ -75,14 +79,16 @@ def fit_stream_cost(
 
 def time_us(
     cost: PartCost,
-    operations_us: float = 0.0,
+    operations: Operations = _NONE,
     layers: int = 0,
     requests: int = 0,
     tokens: int = 0,
 ) -> float:
-    """What a part of one step takes."""
+    """What a part of one step takes; of attention the device takes all."""
+    attention_us = operations.attention_us if cost.part == "device" else 0.0
     return (
-        cost.share * operations_us
+        attention_us
+        + cost.share * (operations.us - attention_us)
         + cost.step_us
         + cost.layer_us * layers
         + cost.request_us * requests
@@ -96,18 +102,18 @@ class _Step:
 
     batch: Batch
     layers: int
-    operations_us: float
+    operations: Operations
     interval_us: float
     launch_us: float
     on_gpu: bool
     alone_us: float | None
 
     @classmethod
-    def of(cls, step: StreamStep, operations_us: float) -> _Step:
+    def of(cls, step: StreamStep, operations: Operations) -> _Step:
         return cls(
             step.batch,
             step.num_layers,
-            operations_us,
+            operations,
             step.median_us,
             step.launch_median_us,
             bool(step.device_us),
@@ -122,7 +128,7 @@ class _Step:
     @property
     def tells_its_launch(self) -> bool:
         """Whether the launch did not wait for the device, as some backends do meanwhile."""
-        return self.ended_early or self.operations_us < _IDLE * self.interval_us
+        return self.ended_early or self.operations.us < _IDLE * self.interval_us
 
 
 _DEVICE, _LAUNCH = ("share", "step_us"), ("step_us", "layer_us", "request_us")
@@ -135,8 +141,8 @@ def _of_mode(mode: StepMode, steps: Sequence[_Step], request_us: float | None) -
 
     Some backends wait for the device while they launch, so that the launch cannot be
     read off its own time; where it ended early, it can. What the device takes once
-    a step is left out where batches left out are then predicted better. The launch's
-    part comes last.
+    a step is looked for only where batches left out are then predicted clearly better: a
+    dozen steps tell it and the share apart by chance, too. The launch's part comes last.
     """
     deepest = max(step.layers for step in steps)
     fits = []
@@ -150,8 +156,9 @@ def _of_mode(mode: StepMode, steps: Sequence[_Step], request_us: float | None) -
                 errors |= {s: _relative(left_out, s) for s in steps if s.batch == batch}
         # Few layers show what launching takes, and how noisy the host is: many are what is run.
         judged = [abs(error) for step, error in errors.items() if step.layers == deepest]
-        fits.append((statistics.median(judged) if judged else 0.0, numbers, errors))
-    _, numbers, errors = min(fits, key=lambda fit: fit[0])
+        fits.append((statistics.fmean(judged) if judged else 0.0, numbers, errors))
+    without, with_it = fits
+    _, numbers, errors = with_it if with_it[0] < _CLEARLY * without[0] else without
     of_deepest = [s for s in steps if s.layers == deepest]
     device = [s for s in of_deepest if _device_us(numbers, s) >= _launch_us(numbers, s)]
     if not any(step.on_gpu or step.ended_early for step in steps):
@@ -177,7 +184,8 @@ def _part(
 
 
 def _device_us(numbers: Floats, step: _Step) -> float:
-    return float(numbers[0] * step.operations_us + numbers[1])
+    attention_us = step.operations.attention_us
+    return float(attention_us + numbers[0] * (step.operations.us - attention_us) + numbers[1])
 
 
 def _launch_us(numbers: Floats, step: _Step) -> float:
@@ -245,8 +253,8 @@ def _before(
         for step in steps
         if step.alone_us is not None
         and step.batch.num_tokens < HEAVY_TOKENS
-        and time_us(device, step.operations_us)
-        >= time_us(launch, 0.0, step.layers, step.batch.num_reqs)
+        and time_us(device, step.operations)
+        >= time_us(launch, layers=step.layers, requests=step.batch.num_reqs)
     ]
     if not telling:
         return None

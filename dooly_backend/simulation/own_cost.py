@@ -39,7 +39,7 @@ class OwnTimes:
     `serial_us` adds to the operations. `launch_us` is what the host needs to
     launch them: the device works meanwhile and cannot be done earlier. `host_us`
     comes before the launch and `output_us` after the result (`StepTime`). The
-    device takes `share` of the operations (None: all) and `serial_us`.
+    device takes attention, `share` of the other operations (None: all) and `serial_us`.
     """
 
     serial_us: Numbers
@@ -48,9 +48,11 @@ class OwnTimes:
     output_us: Numbers
     share: Numbers | None = None
 
-    def device_us(self, operations_us: Numbers) -> Numbers:
-        """What the device takes; `operations_us` are the operations of each step."""
-        us = operations_us if self.share is None else operations_us * self.share
+    def device_us(self, operations_us: Numbers, attention_us: Numbers | float = 0.0) -> Numbers:
+        """What the device takes; `operations_us` are each step's, of them `attention_us`."""
+        us = operations_us
+        if self.share is not None:
+            us = attention_us + (operations_us - attention_us) * self.share
         return np.maximum(us + self.serial_us, 0.0)
 
 
@@ -114,10 +116,10 @@ class HostCost:
 
 @dataclass(frozen=True)
 class ModeCost:
-    """A step of one execution mode: the device takes ``share * operations + gap_us``.
+    """A step of one execution mode.
 
-    The host needs `host` before its first kernel is out, and goes on launching for
-    `launch`.
+    The device takes attention, `share` of the other operations, and `gap_us`. The host
+    needs `host` before its first kernel is out, and goes on launching for `launch`.
     """
 
     share: float = 1.0

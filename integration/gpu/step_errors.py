@@ -25,7 +25,7 @@ from dooly_backend.database import Database
 from dooly_backend.database.records import StreamStep
 from dooly_backend.regression.bundle import BundleConfiguration
 from dooly_backend.regression.bundle_fit import fit_bundle
-from dooly_backend.regression.step_operations import step_operations_us
+from dooly_backend.regression.step_operations import Operations, step_operations
 from dooly_backend.simulation.execution import OF_CONFIGURATION, Execution, Mode, capture_sizes
 from dooly_backend.simulation.own_cost import Shapes, own_cost
 from dooly_backend.workload import Batch
@@ -129,12 +129,10 @@ def compared(
     for row in measured:
         by_step[row["layers"], row["batch"]].append(row)
     steps = [_step(rule, depth, batch, rows) for (depth, batch), rows in by_step.items()]
-    operations = step_operations_us(
-        fitted.configuration, fitted.occurrences, fitted.predictors, steps
-    )
+    sums = step_operations(fitted.configuration, fitted.occurrences, fitted.predictors, steps)
     found = []
-    for step, operations_us in zip(steps, operations, strict=True):
-        device_us, launch_us = predicted(fitted, step, operations_us)
+    for step, operations in zip(steps, sums, strict=True):
+        device_us, launch_us = predicted(fitted, step, operations)
         predicted_us = max(device_us, launch_us)
         found.append(
             {
@@ -151,19 +149,19 @@ def compared(
                 "tokens": step.batch.num_tokens,
                 "measured_us": step.median_us,
                 "measured_launch_us": step.launch_median_us,
-                "operations_us": operations_us,
+                "operations_us": operations.us,
                 "device_us": device_us,
                 "launch_us": launch_us,
                 "predicted_us": predicted_us,
                 "error_percent": (predicted_us / step.median_us - 1) * 100,
-                "forward_only_error_percent": (operations_us / step.median_us - 1) * 100,
+                "forward_only_error_percent": (operations.us / step.median_us - 1) * 100,
             }
         )
     return pd.DataFrame(found)
 
 
 def predicted(
-    fitted: BundleConfiguration, step: StreamStep, operations_us: float
+    fitted: BundleConfiguration, step: StreamStep, operations: Operations
 ) -> tuple[float, float]:
     """What device and host take for one of many equal steps; the slower one decides."""
     one = np.ones(1, np.int64)
@@ -176,7 +174,7 @@ def predicted(
     )
     launching = [part for part in fitted.stream_cost if part.mode != "any"]
     own = own_cost(fitted.step_cost, step.num_layers, launching).of(shapes)
-    device = own.device_us(np.array([operations_us]))
+    device = own.device_us(np.array([operations.us]), operations.attention_us)
     return float(device[0]), float(own.host_us[0] + own.launch_us[0])
 
 

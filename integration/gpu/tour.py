@@ -1,6 +1,6 @@
 """All that engines of full depth can tell, on one start of each: a plan for one device.
 
-    python -m integration.gpu.tour run integration/gpu/tours/served-0.yaml --db h200.db --out results
+    python -m integration.gpu.tour run integration/gpu/tours/r7b.yaml --db h200.db --out results
 
 An engine takes a minute or two to start, and each thing that is measured on it less.
 So here one engine goes through several turns: ``steps`` (whole steps into the database, as

@@ -36,6 +36,7 @@ from dooly_backend.simulation.validation import plain
 @click.option("--bundle", type=click.Path(path_type=Path))
 @click.option("--db", help="In the place of a bundle: it is fitted.")
 @click.option("--backend")
+@click.option("--mode", help="Execution mode, where several were profiled.")
 @click.option("--calibrate/--no-calibrate", default=True, show_default=True)
 @click.option("--device-clock", is_flag=True, help="As of dooly simulate.")
 @click.option("-o", "--out", type=click.Path(path_type=Path), required=True)
@@ -45,6 +46,7 @@ def main(
     bundle: Path | None,
     db: str | None,
     backend: str | None,
+    mode: str | None,
     calibrate: bool,
     device_clock: bool,
     out: Path,
@@ -53,7 +55,7 @@ def main(
 
     Without calibration only the profile is known, and no live run.
     """
-    source = _source(model, bundle, db, {"backend": backend})
+    source = _source(model, bundle, db, {"backend": backend, "execution_mode": mode})
     runs: dict[str, list[Run]] = {}
     for file in files:
         run = load_run(file)
