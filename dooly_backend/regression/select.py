@@ -40,8 +40,8 @@ def select(
     """Row ids of the one configuration and environment that fit and are measured.
 
     Where profiles in several execution modes fit and no filter names one, the engine's
-    default is meant: with graphs. Raises InputError that names the choices when none or several fit, and
-    TypeError for a filter that no configuration has.
+    default is meant: with graphs. Raises InputError that names the choices when none or
+    several fit, and TypeError for a filter that no configuration has.
     """
     configurations = _matching_configurations(database, model, filters)
     environments = _matching_environments(database, environment)

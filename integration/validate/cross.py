@@ -6,7 +6,8 @@
 The runs are those that `integration.live_vllm.run` writes. What a simulation
 knows of steps is what the profile holds; with calibration the host's part of a
 step is fitted to the runs of all other workloads, so that nothing of what is
-predicted has been seen. Needs no engine.
+predicted has been seen. Without it a second figure says what error is left with launches as
+long as those of the very runs (`integration.validate.host`). Needs no engine.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from dooly_backend.simulation.scheduler import simulate
 from dooly_backend.simulation.source import Source, from_bundle, from_database
 from dooly_backend.simulation.step_time import StepModel
 from dooly_backend.simulation.validation import plain
+from integration.validate.host import with_host_of
 
 
 @click.command()
@@ -77,8 +79,15 @@ def main(
                 live[0], model_of_steps.with_cost(calibrated(others, model_of_steps))
             )
         found = Comparison(kernels.live, Metrics(with_cost))
+        of_host = None if calibrate else with_host_of(live, model_of_steps)
+        at_host = of_host and Comparison(kernels.live, Metrics(simulated(live[0], of_host)))
         lines += [f"## {workload}", "", *rows(found, kernels), ""]
         figures[workload] = figures_of(found, kernels)
+        if at_host:
+            figures[workload] |= {
+                f"{name}_mape_at_its_launches": plain(at_host.mape(name))
+                for name in ("ttft", "tpot")
+            }
         agreement = min(schedule_agreement(run, replayed(run)) for run in live)
         figures[workload]["schedule_agreement"] = agreement
         lines += [
@@ -88,6 +97,15 @@ def main(
             f"{found.steps.loc['tokens', 'mape']:.1f}%, requests per step "
             f"{found.steps.loc['requests', 'mape']:.1f}%.",
             "",
+            *(
+                [
+                    f"With launches as long as in these runs: TTFT {at_host.mape('ttft'):.1f}%, "
+                    f"TPOT {at_host.mape('tpot'):.1f}%.",
+                    "",
+                ]
+                if at_host
+                else []
+            ),
             f"Served with {json.dumps(settings(live[0]))}.",
             "",
         ]
