@@ -8,6 +8,7 @@ import click
 import pytest
 
 from integration.gpu.live import command
+from integration.live_vllm import run
 
 
 def test_what_a_configuration_says() -> None:
@@ -22,6 +23,9 @@ def test_what_a_configuration_says() -> None:
     assert "-o out/Model-8B-FLASHINFER-eager-fp8.json.xz" in rest
     assert "--workload paper-small:requests=9,rate=3 --workload fixed:rate=3" in rest
     assert "--kv-cache-gib 40.0 --repeats 2 --eager --quantization fp8" in rest
+    # The program that gets it knows every word.
+    taken = run.main.make_context("run", found[1:]).params
+    assert (taken["quantization"], taken["eager"], taken["repeats"]) == ("fp8", True, 2)
 
 
 def test_a_word_that_means_nothing_is_refused() -> None:

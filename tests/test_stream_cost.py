@@ -445,6 +445,25 @@ def test_files_with_it_are_united_and_checked(database: Database, tmp_path: Path
     assert problems[1].startswith("host_step 1 cannot be read")
 
 
+def test_samples_of_another_time_are_added(database: Database) -> None:
+    ids, _ = fill(database)
+    known = database.stream_steps(*ids)
+    first = replace(known[0], device_us=(7.0,), alone_us=(9.0,))
+    later = replace(first, interval_us=(1.0, 2.0), launch_us=(3.0, 4.0))
+    assert not database.record_stream_step(*ids, later)
+    assert database.stream_steps(*ids) == known
+    assert not database.record_stream_step(*ids, later, add=True)
+    kept = {(step.batch, step.num_layers): step for step in database.stream_steps(*ids)}
+    assert len(kept) == len(known)
+    united = kept.pop((first.batch, first.num_layers))
+    assert united.interval_us == (*known[0].interval_us, 1.0, 2.0)
+    assert united.launch_us == (*known[0].launch_us, 3.0, 4.0)
+    assert (united.device_us, united.alone_us) == ((7.0,), (9.0,))
+    assert list(kept.values()) == known[1:]
+    new = replace(first, num_layers=5)
+    assert database.record_stream_step(*ids, new, add=True)
+
+
 def test_a_file_of_before_forgets_shares_of_attention(tmp_path: Path) -> None:
     path = tmp_path / "old.db"
     with Database.open(path, create=True) as database:

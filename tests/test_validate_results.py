@@ -12,6 +12,7 @@ from dooly_backend.simulation.run_file import load_run
 from dooly_backend.simulation.source import from_database
 from dooly_backend.simulation.validation import Validation, compared
 from integration.validate import run as benchmark
+from integration.validate.packed import profile_of
 
 RESULTS = Path(benchmark.__file__).parent / "results" / "gemma2-small"
 
@@ -19,7 +20,7 @@ RESULTS = Path(benchmark.__file__).parent / "results" / "gemma2-small"
 @pytest.fixture(scope="module")
 def validation() -> Validation:
     """Decode-heavy runs; the step's own cost is that of the runs that were made for it."""
-    source = from_database(str(RESULTS / "profile.db"), "gemma2-small", None, {})
+    source = from_database(str(profile_of(RESULTS)), "gemma2-small", None, {})
     live = [load_run(RESULTS / f"decode-heavy-live-{n}.json.xz") for n in range(3)]
     others = [load_run(file) for file in sorted(RESULTS.glob("calibration*-live-*.json.xz"))]
     workload = benchmark.with_plan(RESULTS / "plan.json")["decode-heavy"]

@@ -16,7 +16,7 @@ from dooly_backend.database.records import (
     StepMeasurement,
     StreamStep,
 )
-from dooly_backend.database.rows import insertion
+from dooly_backend.database.rows import insertion, matching
 from dooly_backend.database.session import Session
 
 
@@ -58,18 +58,30 @@ class PlaceStore(Session):
             self._execute(insertion("step_cost", columns), columns)
 
     def record_stream_step(
-        self, configuration_id: int, environment_id: int, step: StreamStep
+        self, configuration_id: int, environment_id: int, step: StreamStep, add: bool = False
     ) -> bool:
         """Store a step in a row; false where the same batch and layers are known.
 
-        Raises InputError for samples that are no times.
+        With `add` its samples then go to the known ones: a host is quicker in one minute
+        than in another. Raises InputError for samples that are no times.
         """
-        place = {"configuration_id": configuration_id, "environment_id": environment_id}
-        columns = place | rows.stream_step_columns(step)
-        key = "(configuration_id, environment_id, batch, num_layers)"
+        key = {
+            "configuration_id": configuration_id,
+            "environment_id": environment_id,
+            "batch": step.batch.key,
+            "num_layers": step.num_layers,
+        }
         with self.writing():
-            found = self._execute(insertion("stream_step", columns, f"{key} DO NOTHING"), columns)
-            return found.rowcount > 0
+            found = self._execute(f"SELECT * FROM stream_step WHERE {matching(key)}", key)
+            known = found.fetchone()
+            if known is not None and not add:
+                return False
+            if known is not None:
+                step = rows.stream_step_of(known).with_samples_of(step)
+                self._delete("stream_step", key)
+            columns = key | rows.stream_step_columns(step)
+            self._execute(insertion("stream_step", columns), columns)
+            return known is None
 
     def record_host_step(self, configuration_id: int, environment_id: int, step: HostStep) -> None:
         """Store the host's part of a step, in place of an earlier one of as many requests.

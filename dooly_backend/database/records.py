@@ -10,7 +10,7 @@ import hashlib
 import json
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -279,6 +279,16 @@ class StreamStep:
     @cached_property
     def launch_median_us(self) -> float:
         return statistics.median(self.launch_us)
+
+    def with_samples_of(self, later: StreamStep) -> StreamStep:
+        """The same step with the samples of another time behind its own."""
+        return replace(
+            later,
+            interval_us=self.interval_us + later.interval_us,
+            launch_us=self.launch_us + later.launch_us,
+            device_us=self.device_us + later.device_us,
+            alone_us=self.alone_us + later.alone_us,
+        )
 
 
 @dataclass(frozen=True)

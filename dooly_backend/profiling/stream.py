@@ -70,10 +70,12 @@ def measure_stream(
     batches: Sequence[Batch] = STREAM_BATCHES,
     repeats: int = REPEATS,
     progress: Progress | None = None,
+    again: bool = False,
 ) -> Streamed:
     """Time `repeats` steps of each of `batches` that the database lacks at the engine's depth.
 
-    Every batch is committed as soon as it is measured: a run that is killed goes
+    With `again` of all of them, and what is known gets the samples besides. Every batch is
+    committed as soon as it is measured: a run that is killed goes
     on where it stopped.
     """
     progress = progress or Silent()
@@ -81,7 +83,7 @@ def measure_stream(
     alone = ALONE if engine.environment.device_kind == "cuda" else 0
     ids = place_of(engine, database)
     known = {step.batch for step in database.stream_steps(*ids) if _same_depth(step, engine)}
-    wanted = [batch for batch in batches if batch not in known]
+    wanted = [batch for batch in batches if again or batch not in known]
     done = Streamed(known=len(batches) - len(wanted))
     progress.phase(f"timing steps in a row, {engine.num_layers} layers", len(wanted))
     with quiet_process():
@@ -90,7 +92,7 @@ def measure_stream(
             if isinstance(found, str):
                 done.reasons[batch.key] = found
             else:
-                database.record_stream_step(*ids, found)
+                database.record_stream_step(*ids, found, add=again)
                 done.measured += 1
             progress.advance()
     return done

@@ -85,7 +85,8 @@ def read(db: Path | str, sweep: str | None, environment: str | None) -> Account:
 def write(whole: Account, other: Account | None, fresh: Sequence[Account], out: Path) -> None:
     """All files."""
     out.mkdir(parents=True, exist_ok=True)
-    corpora = [figures for corpus in CORPORA if (figures := whole.of(corpus)).workloads]
+    # A single configuration shares nothing.
+    corpora = [figures for corpus in CORPORA if len((figures := whole.of(corpus)).workloads) > 1]
     planners = [row for figures in corpora for row in planner_rows(figures, whole)]
     configurations = [configuration_row(profile) for profile in whole.profiles]
     signatures = [row for profile in whole.profiles for row in signature_rows(profile)]

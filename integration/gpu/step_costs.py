@@ -228,12 +228,17 @@ def one(
     click.echo(json.dumps(told))
 
 
-def measure(engine: Engine, options: RunOptions, db: Path, clock: bool = False) -> dict[str, Any]:
-    """Whole steps of a booted engine into the database; what was measured, and how much of it."""
+def measure(
+    engine: Engine, options: RunOptions, db: Path, clock: bool = False, again: bool = False
+) -> dict[str, Any]:
+    """Whole steps of a booted engine into the database; what was measured, and how much of it.
+
+    With `again` those that are known, too: their samples are added.
+    """
     from dooly_backend.profiling.stream import measure_stream, place_of
 
     with Database.open(db, create=True) as database:
-        done = measure_stream(engine, database)
+        done = measure_stream(engine, database, again=again)
         for batch, reason in done.reasons.items():
             click.echo(f"{batch}: {reason}", err=True)
         told: dict[str, Any] = {"known": done.known, "measured": done.measured}

@@ -4,13 +4,14 @@
 
 An engine takes a minute or two to start, and each thing that is measured on it less.
 So here one engine goes through several turns: ``steps`` (whole steps into the database, as
-`integration.gpu.step_costs` measures them), ``held-out`` (its others, into a file), ``serve``
-(its workloads, as `integration.live_vllm.run` serves them), ``batches`` (one round of
+`integration.gpu.step_costs` measures them; another such turn adds its samples),
+``held-out`` (its others, into a file), ``serve`` (its workloads, as
+`integration.live_vllm.run` serves them), ``batches`` (one round of
 `integration.per_batch.measure`, as far as the engine takes them) and ``launches`` (what
-`integration.gpu.launching` asks). The engines of a wave
-share the device: all have their first turn before any has its second, so that what is
-measured again is measured minutes later. Meanwhile the next wave's processes import
-and work out their configuration. Everything is written as soon as it is measured.
+`integration.gpu.launching` asks). The engines of a wave share the device: all have their
+first turn before any has its second, so that what is measured again is measured minutes
+later. Meanwhile the next wave's processes import and work out their configuration.
+Everything is written as soon as it is measured.
 
 A plan is YAML: a list of waves, each a list of engines with ``configuration``
 (MODEL:BACKEND[:MODE[:PRECISION]], profiled into the database before if it is to be fitted),
@@ -204,7 +205,7 @@ def take(
     from integration.per_batch.batches import BATCHES
 
     if turn == "steps":
-        return measure(engine, options, db)
+        return measure(engine, options, db, again=times > 0)
     if turn == "held-out":
         return measure_held_out(engine, planned.configuration, options, out)
     if turn == "serve":

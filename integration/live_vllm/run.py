@@ -27,6 +27,8 @@ import click
 @click.option("--backend", help="Attention backend.")
 @click.option("--tp", default=1, show_default=True)
 @click.option("--dtype")
+@click.option("--kv-cache-dtype")
+@click.option("--quantization", help="Of the weights, by the engine: fp8.")
 @click.option("--block-size", type=int)
 @click.option("--eager", is_flag=True, help="No compilation and no CUDA graphs.")
 @click.option("--sync/--async", "sync", default=None, help="Scheduling; else vLLM's default.")

@@ -22,6 +22,7 @@ from dooly_backend.simulation.replay import batches
 from dooly_backend.simulation.run_file import load_run
 from dooly_backend.simulation.source import from_database
 from dooly_backend.simulation.step_time import StepModel
+from integration.validate.packed import profile_of
 
 CHOICES = {
     "wide": (64, 256, 1024, 4096),
@@ -34,7 +35,7 @@ CHOICES = {
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
 def main(folder: Path) -> None:
     """Leave one calibration run of FOLDER out after the other."""
-    source = from_database(str(folder / "profile.db"), None, None, {})
+    source = from_database(str(profile_of(folder)), None, None, {})
     runs = [load_run(path) for path in sorted(folder.glob("calibration*-live-*.json.xz"))]
     model = source.timer(runs[0].limits)
     for name, places in CHOICES.items():

@@ -42,6 +42,7 @@ from dooly_backend.simulation.validation import (
 )
 from dooly_backend.simulation.validation_report import write_validation
 from dooly_backend.simulation.workload import Workload
+from integration.validate.packed import profile_of
 
 MIX = {"longest": 1024, "arrivals": "poisson"}
 WORKLOADS = [
@@ -87,7 +88,7 @@ def main(
     """Go on with the validation of MODEL in OUT."""
     began = time.monotonic()
     described = load_model(model)
-    measured = out / "profile.db"
+    measured = profile_of(out)
     if not measured.exists():
         arguments = [
             "--threads",
