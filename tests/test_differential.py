@@ -188,6 +188,25 @@ def test_a_moe_layer_may_block_its_tokens_as_it_likes() -> None:
         run(MODEL, "model.layers.0.mlp.experts")  # nothing says that the request decides it
 
 
+def test_as_many_blocks_in_all_passes_are_no_constant() -> None:
+    """Steps of some tokens more or less may be divided alike."""
+
+    def run(label: Label, path: str) -> tuple[Affine | None, Label]:
+        labelled, *others, held_out = (
+            Pass(*point, (operation(0, Dim(69, label), name="aten::empty", path=path),))
+            for point in (*POINTS, HELD_OUT)
+        )
+        result, formulas, (op,) = check(labelled, others, held_out, planning={"mlp.experts"})
+        assert result.planned == (formulas[0] == (None,))
+        return formulas[0][0], next(op.dims()).label
+
+    mix = TOKENS | MODEL
+    assert run(mix, "mlp.experts") == (None, mix)
+    assert run(MODEL, "mlp.experts") == (Affine(69, 0, 0), MODEL)
+    formula, label = run(mix, "mlp.gate")  # not inside: the label is wrong
+    assert (formula, label) == (Affine(69, 0, 0), MODEL)
+
+
 def test_passes_that_differ() -> None:
     labelled, others, held_out = passes((Affine(0, 1, 0), TOKENS), (576, MODEL))
     renamed = operation(1, Dim(576), name="aten::add.Tensor")

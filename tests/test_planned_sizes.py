@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from sample_records import H200, at, query, store
 
 from dooly_backend.database import Database
@@ -13,7 +14,6 @@ from dooly_backend.database.check import check_file
 from dooly_backend.database.records import Measurement, Occurrence, Signature, canonical_json
 
 ALIGN = "_moe_C::moe_align_block_size.default"
-LAST = "m012_planned_sizes"
 
 
 def experts(blocks: int | str, width: int = 64) -> Signature:
@@ -35,7 +35,8 @@ def costing(key: str, us: float) -> Measurement:
     return replace(at(key, us), timing_us=100 * us)
 
 
-def test_what_two_models_share_is_one_signature_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("last", ["m012_planned_sizes", "m014_planned_sizes_again"])
+def test_what_two_models_share_is_one_signature_again(tmp_path: Path, last: str) -> None:
     path = tmp_path / "old.db"
     points = ["routing=16x8", "routing=32x8"]
     with Database.open(path, create=True) as database:
@@ -47,7 +48,7 @@ def test_what_two_models_share_is_one_signature_again(tmp_path: Path) -> None:
             store(database, {experts(blocks): measured}, occurrences=occurrences, model=model)
         other = experts(64, width=78)  # 64 blocks; 78 is another size there
         store(database, {other: [at(points[0], 7.0)]}, occurrences=(), model="other")
-        database._connection.execute("DELETE FROM _sqlite_migrations WHERE name = ?", [LAST])
+        database._connection.execute("DELETE FROM _sqlite_migrations WHERE name = ?", [last])
         database._connection.execute("PRAGMA user_version = 11")
     with Database.open(path) as database:
         whole, alone = experts("P"), experts("P", width=78)

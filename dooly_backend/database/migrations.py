@@ -135,6 +135,12 @@ def m013_attention_whole(db: sqlite_utils.Database) -> None:
         db.execute(statement)
 
 
+@MIGRATIONS()
+def m014_planned_sizes_again(db: sqlite_utils.Database) -> None:
+    """The same as m012: steps that were divided into as many blocks had kept the number."""
+    forget_planned_sizes(db)
+
+
 def latest_version() -> int:
     """The version that this program reads and writes."""
     with sqlite_utils.Database(memory=True, execute_plugins=False) as blank:

@@ -70,6 +70,7 @@ def check(
     counts = Counts(planning)
     for row in zip(*(p.of_modules for p in passes), strict=True):
         solved = [_formula(passes, values) for values in _values(row)]
+        solved = _without_chance(row[0], solved, planning)
         _refuse_unpredicted(row[0], _values(row), solved, planning)
         counts.add(row, solved)
         formulas[row[0].index] = tuple(solved)
@@ -102,7 +103,7 @@ class Counts:
                 continue
             self.dimensions += 1
             self.planned += formula is None
-            self.agreeing += agrees(dim, formula) if formula else len(set(values)) > 1
+            self.agreeing += agrees(dim, formula) if formula else True
             # The first of the other passes has as many tokens, in other requests.
             self.following += (NUM_REQS in dim.label.bases) == (values[0] != values[1])
 
@@ -174,6 +175,25 @@ def _solve_one_sided(
         if all(formula(*point) == v for point, v in zip(points, values, strict=True)):
             return formula
     return None
+
+
+def _without_chance(
+    op: Operation, formulas: Sequence[Affine | None], planning: Collection[str]
+) -> list[Affine | None]:
+    """No formula for what a module plans by the request and was the same in all passes.
+
+    Passes of few tokens more or less are divided into as many blocks: that is no constant
+    of the model.
+    """
+    return [
+        None if formula and not formula.from_request and _by_chance(dim, op, planning) else formula
+        for dim, formula in zip(op.dims(), formulas, strict=True)
+    ]
+
+
+def _by_chance(dim: Dim, op: Operation, planning: Collection[str]) -> bool:
+    """Whether a size that no pass changed is one that the request moves nevertheless."""
+    return dim.size > 1 and ENGINE not in dim.label.bases and is_planned(dim, op.path, planning)
 
 
 def _refuse_unpredicted(
