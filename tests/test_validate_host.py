@@ -17,7 +17,7 @@ from dooly_backend.simulation.step_time import StepModel
 from dooly_backend.simulation.workload import load_workload
 from dooly_backend.workload import Batch
 from integration.validate.host import with_host_of
-from tests.test_stream_cost import RULE, fill
+from tests.stream_records import RULE, fill
 
 LIMITS = ServingLimits(
     max_num_seqs=64,
