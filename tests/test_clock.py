@@ -13,10 +13,18 @@ from dooly_backend.simulation.scheduler import simulate
 from dooly_backend.workload import Batch
 from integration.schedules.cases import MadeUpTimer
 
+
+class Waiting(MadeUpTimer):
+    """Of a backend whose launch waits for the device."""
+
+    launches_wait = True
+
+
 TIMERS = {
     "device": MadeUpTimer(64.0, 32.0),
     "host": MadeUpTimer(4000.0, 32.0),
     "launch": MadeUpTimer(64.0, 32.0, 4000.0),
+    "waiting": Waiting(64.0, 32.0, 40.0),
     "warm": MadeUpTimer(64.0, 32.0, clock=ClockResponse(0.7, 0.4, 0.01, 300.0)),
 }
 
@@ -64,16 +72,17 @@ def output(scheduled: object) -> SimpleNamespace:
 class Fixed:
     """Every step takes the same."""
 
-    def __init__(self, time: StepTime) -> None:
+    def __init__(self, time: StepTime, launches_wait: bool = False) -> None:
         self._time = time
+        self.launches_wait = launches_wait
 
     def time(self, batch: Batch) -> StepTime:
         return self._time
 
 
-def ends_ms(waits: bool, time: StepTime) -> list[float]:
+def ends_ms(waits: bool, time: StepTime, launches_wait: bool = False) -> list[float]:
     limits = ServingLimits(1, 64, 256, 200, 16, async_scheduling=waits)
-    run = simulate([ServingRequest(0, 0.0, 8, 4)], limits, Fixed(time))
+    run = simulate([ServingRequest(0, 0.0, 8, 4)], limits, Fixed(time, launches_wait))
     return [round(1e3 * step.end_s, 6) for step in run.steps]
 
 
@@ -94,6 +103,14 @@ def test_asynchronous_steps_show_a_host_slower_than_the_device() -> None:
 def test_the_device_is_not_done_before_the_host_has_launched() -> None:
     assert ends_ms(False, StepTime(2000.0, 1000.0, launch_us=3000.0)) == [4.0, 8.0, 12.0, 16.0]
     assert ends_ms(False, StepTime(5000.0, 1000.0, launch_us=3000.0)) == [6.0, 12.0, 18.0, 24.0]
+
+
+def test_a_launch_that_waits_for_the_device_delays_the_tokens_before_it() -> None:
+    time = StepTime(5000.0, 1000.0, launch_us=3000.0)
+    assert ends_ms(True, time) == [8.0, 12.0, 16.0, 21.0]
+    # Each step's tokens come with the end of the next launch, 3 ms after they were ready.
+    assert ends_ms(True, time, launches_wait=True) == [9.0, 14.0, 19.0, 21.0]
+    assert ends_ms(False, time, launches_wait=True) == ends_ms(False, time)
 
 
 def test_a_warm_device_needs_longer_and_recovers() -> None:

@@ -11,6 +11,8 @@ thing at a time; the device runs steps in the order in which they are launched.
 - The device begins when it is free, and is not done before all is launched:
   `ready = max(max(start + host, ready before) + device, launched)`. What a step
   takes of the device may depend on those before it (`device_clock.py`).
+- A backend that plans a step by numbers of the device (FlashInfer) waits for it first:
+  `launched = max(start + host, ready before) + launch`.
 - `step` then waits for `future.result()` and calls `update_from_output`:
   `end = ready + output`, and the next step is scheduled at `end`.
 - `step_with_batch_queue` (asynchronous scheduling, two batches under way) returns
@@ -60,6 +62,7 @@ class VirtualClock:
 
     def __init__(self, timer: StepTimer, clock: ClockResponse | None = None) -> None:
         self._timer = timer
+        self._launches_wait = getattr(timer, "launches_wait", False)
         self._clock = DeviceClock(clock) if clock else None
         self._now = 0.0
         self._device_free = 0.0
@@ -77,6 +80,8 @@ class VirtualClock:
         time = self._timer.time(batch)
         self._now += time.host_us / 1e6
         begin = max(self._device_free, self._now)
+        if self._launches_wait:
+            self._now = begin
         self._now += time.launch_us / 1e6
         took = time.device_us / 1e6
         if self._clock:

@@ -29,11 +29,12 @@ from dooly_backend.profiling.memory import is_out_of_memory
 from dooly_backend.profiling.progress import Progress, Silent
 from dooly_backend.profiling.stream_batches import STREAM_BATCHES
 from dooly_backend.profiling.timer import quiet_process
+from dooly_backend.regression.stream_cost import ROW
 from dooly_backend.simulation.execution import Execution, Mode
 from dooly_backend.simulation.records import Batches
 from dooly_backend.workload import Batch
 
-REPEATS = 12
+REPEATS = ROW
 ALONE = 5  # steps that are waited for, of every batch
 SHALLOW = 4  # layers
 _ROOM = 0.95  # of the device

@@ -14,6 +14,10 @@ Fitted to steps in a row (`profiling/stream.py`), by execution mode:
 - the scheduler takes ``step + request * requests`` before a step and after it,
   whatever its mode.
 
+Where a backend waits for the device while it launches, no launch ends early. Then the last
+step of a row tells: nothing is launched behind it, so that its tokens are out as much earlier
+as its launch lasted after the device had begun.
+
 A step of a long stream lasts as long as the slower of device and host. Errors
 are relative and outliers damped. Each part says how far off it is on batches
 that it was not fitted to, by leaving each of its batches out in turn.
@@ -40,6 +44,7 @@ _DAMPED = 0.05  # relative errors above which a step counts for less
 _FREELY = 0.9  # of a step: a launch that took no more did not wait for the device
 _LEAST_US = 1.0  # what is shorter, a clock of the host does not tell
 _IDLE = 0.7  # of a step: with no more operations than that the device waited for the launch
+ROW = 12  # steps that are launched behind each other (`profiling.stream`)
 _CLEARLY = 0.9  # of an error: what one number more must reach to be believed
 _NONE = Operations(0.0)
 
@@ -62,11 +67,20 @@ def fit_stream_cost(
         ]
         if chosen:
             found = _of_mode(mode, chosen, request_us)
-            costs += found
             request_us = found[-1].request_us if request_us is None else request_us
             if len(found) > 1:  # the device decided some
-                before = _before(mode, chosen, *found)
-                costs += [] if before is None else [before]
+                device, launch = found
+                rest = _rest_of_waiting(launch, chosen)
+                if rest is not None:
+                    launch = replace(launch, step_us=rest, layer_us=0.0, request_us=0.0)
+                before = _before(mode, chosen, device, launch)
+                if rest is not None:
+                    # Heavy steps tell nothing of what is before: whole graphs do.
+                    ahead = before or next((c for c in costs if c.part == "before"), None)
+                    step_us = rest + (0.0 if ahead is None else ahead.step_us)
+                    launch = replace(launch, step_us=step_us)
+                found = [device, launch, *([] if before is None else [before])]
+            costs += found
     measured = sorted(hosts, key=lambda host: host.num_reqs)
     if measured:
         counts = [host.num_reqs for host in measured]
@@ -107,6 +121,7 @@ class _Step:
     launch_us: float
     on_gpu: bool
     alone_us: float | None
+    last_us: float  # the interval behind which nothing was launched
 
     @classmethod
     def of(cls, step: StreamStep, operations: Operations) -> _Step:
@@ -118,6 +133,7 @@ class _Step:
             step.launch_median_us,
             bool(step.device_us),
             statistics.median(step.alone_us) if step.alone_us else None,
+            statistics.median(step.interval_us[ROW - 1 :: ROW] or step.interval_us[-1:]),
         )
 
     @property
@@ -238,6 +254,15 @@ def _joint(steps: Sequence[_Step], once: bool, request_us: float | None) -> Floa
         residuals, start[varies], bounds=(0.0, most), loss="soft_l1", f_scale=_DAMPED
     )
     return spread(found.x)
+
+
+def _rest_of_waiting(launch: PartCost, steps: Sequence[_Step]) -> float | None:
+    """What of a launch that waits for the device follows its first kernel; None for another."""
+    if launch.steps:
+        return None
+    deepest = max(step.layers for step in steps)
+    rests = [step.interval_us - step.last_us for step in steps if step.layers == deepest]
+    return max(statistics.median(rests), 0.0)
 
 
 def _before(

@@ -31,6 +31,7 @@ class Log:
 
     def __init__(self, timer: ManyStepTimer, clock: ClockResponse | None = None) -> None:
         self._timer = timer
+        self._launches_wait = getattr(timer, "launches_wait", False)
         self._clock = DeviceClock(clock) if clock else None
         self._later = LaterStages(clock)
         self.now = 0.0
@@ -139,7 +140,7 @@ class Log:
                     self._start.append(now)
                     now += host[launched]
                     begin = max(free, now)
-                    now += launch[launched]
+                    now = (begin if self._launches_wait else now) + launch[launched]
                     self._launched.append(now)
                     took = device[launched]
                     if self._clock:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -135,6 +135,9 @@ class StreamedCost:
     modes: Mapping[Mode, ModeCost]
     schedule: Affine = Affine()
     output: Affine = Affine()
+    #: Whether a launch waits until the device is done with the step before, as some backends
+    #: read numbers back to plan the next step by.
+    launches_wait: bool = False
 
     def of(self, shapes: Shapes) -> OwnTimes:
         share, gap = np.ones(len(shapes)), np.zeros(len(shapes))
@@ -196,7 +199,14 @@ def _streamed(stream: Sequence[PartCost], layers: int) -> StreamedCost:
         modes,
         Affine(schedule.step_us, schedule.request_us),
         Affine(output.step_us, output.request_us),
+        any(_waits(parts, name) for name in _MODES.values()),
     )
+
+
+def _waits(parts: Mapping[tuple[Any, Any], PartCost], mode: StepMode) -> bool:
+    """Whether the device bounded steps of a mode, and no launch of them ended before it did."""
+    device, launch = parts.get((mode, "device")), parts.get((mode, "launch"))
+    return device is not None and launch is not None and device.steps > 0 and launch.steps == 0
 
 
 def _at(part: PartCost, layers: int) -> Affine:

@@ -134,7 +134,8 @@ class StepTimer(Protocol):
     """Tells what a step takes.
 
     One with an attribute `clock` (`regression.clock.ClockResponse`, or None for a
-    steady one) also tells how the device's clock gives way under load.
+    steady one) also tells how the device's clock gives way under load; one whose
+    `launches_wait` is true, that a launch waits until the device is done with the step before.
     """
 
     def time(self, batch: Batch) -> StepTime:

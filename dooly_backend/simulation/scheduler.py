@@ -58,6 +58,7 @@ class OneByOne:
     def __init__(self, timer: StepTimer) -> None:
         self._timer = timer
         self.time = timer.time
+        self.launches_wait = getattr(timer, "launches_wait", False)
 
     def times(self, batches: Batches) -> StepTimes:
         ends = [*batches.starts[1:].tolist(), len(batches.query)]

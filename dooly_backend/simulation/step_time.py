@@ -143,6 +143,11 @@ class StepModel:
         predictor = BundlePredictor(fitted.predictors)
         return cls(parts_of(fitted.occurrences), predictor, cost, execution)
 
+    @property
+    def launches_wait(self) -> bool:
+        """Whether a launch waits until the device is done with the step before (`StreamedCost`)."""
+        return getattr(self.cost, "launches_wait", False)
+
     def forward_only(self) -> StepModel:
         """The same without the step's own cost."""
         return self.with_cost(NoCost())
