@@ -14,13 +14,15 @@ from typing import Literal, get_args
 from dooly_backend.workload import Batch, Request
 
 #: "one_long": one request beside others that are alike; "ramp": even steps from short to
-#: long; "lognormal": many short ones and few long ones, as lengths in traces are.
-Shape = Literal["one_long", "ramp", "lognormal"]
+#: long; "lognormal": many short ones and few long ones, as lengths in traces are; "narrow":
+#: the same half as wide, as those are that a server has under way with chats alone.
+Shape = Literal["one_long", "ramp", "lognormal", "narrow"]
 SHAPES: tuple[Shape, ...] = get_args(Shape)
 
 _LENGTHS = 8  # of one batch, at most
 _LONGEST = 4.0  # times the mean, where one request is long
 _SIGMA = 0.8  # of the logarithms; the longest of eight is then 2.8 times the mean
+_NARROW = 0.4  # likewise: 1.75 times
 
 
 def uneven_decodes(count: int, mean: int, shape: Shape) -> Batch:
@@ -43,9 +45,13 @@ def _ramp(count: int) -> list[float]:
     return _at_quantiles(count, lambda place: 2 * place)
 
 
-def _lognormal(count: int) -> list[float]:
+def _lognormal(count: int, sigma: float = _SIGMA) -> list[float]:
     normal = statistics.NormalDist()
-    return _at_quantiles(count, lambda place: math.exp(_SIGMA * normal.inv_cdf(place)))
+    return _at_quantiles(count, lambda place: math.exp(sigma * normal.inv_cdf(place)))
+
+
+def _narrow(count: int) -> list[float]:
+    return _lognormal(count, _NARROW)
 
 
 def _at_quantiles(count: int, quantile: Callable[[float], float]) -> list[float]:
@@ -61,4 +67,5 @@ _SHAPES: dict[Shape, Callable[[int], list[float]]] = {
     "one_long": _one_long,
     "ramp": _ramp,
     "lognormal": _lognormal,
+    "narrow": _narrow,
 }

@@ -196,6 +196,11 @@ class AdaptiveSweep(Description):
     held_out: PositiveInt = 4
 
 
+def described(sweep: Grid | AdaptiveSweep) -> dict[str, Any]:
+    """All that `sweep` asks for, as JSON: what `sweep_of` takes."""
+    return sweep.model_dump(mode="json", exclude_none=True)
+
+
 def load_sweep(name_or_path: str) -> Grid | AdaptiveSweep:
     """A sweep from ``configs/sweeps`` by name, or from a YAML file. Raises InputError.
 

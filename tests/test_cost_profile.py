@@ -19,6 +19,7 @@ from conftest import Profiled
 
 from dooly_backend.engines.vllm import VllmEngine
 from dooly_backend.profiling.profiler import profile
+from dooly_backend.sweeps import load_sweep
 
 
 def facts_of(database: Database) -> list[dict]:
@@ -31,8 +32,8 @@ def test_a_run_tells_what_it_was_for_and_what_it_took(
     with Database.open(profiled.path, read_only=True) as database:
         (facts,) = facts_of(database)
         times = times_of(database, 1)
-    assert is_complete(facts, "smoke")
-    assert not is_complete(facts, "gpu")
+    assert is_complete(facts, load_sweep("smoke"))
+    assert not is_complete(facts, load_sweep("gpu"))
     assert facts["limits"] == {
         "max_num_tokens": engine.max_num_tokens,
         "max_num_reqs": engine.max_num_reqs,

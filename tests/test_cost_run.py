@@ -19,6 +19,7 @@ from dooly_backend.database import Database
 from dooly_backend.database.records import RunConditions
 from dooly_backend.engines.kv_cache import GIB
 from dooly_backend.errors import InputError
+from dooly_backend.sweeps import described, load_sweep
 from integration.corpus.corpora import CASES, Case
 from integration.cost import run as module
 from integration.cost.jobs import Job, jobs_of, newest_first, weight_bytes
@@ -28,6 +29,7 @@ from integration.gpu import workers
 
 LLAMA = Job("meta-llama/Llama-3.1-8B", "FLASH_ATTN", "full_graph")
 MIXTRAL = Job("mistralai/Mixtral-8x7B-v0.1", "FLASH_ATTN", "full_graph")
+GPU, QUICK, ADAPTIVE = map(load_sweep, ("gpu", "quick", "adaptive"))
 
 
 def case(name: str) -> Case:
@@ -95,28 +97,36 @@ def finished(path: Path, job: Job, sweep: str, **facts: Any) -> None:
         environment_id = database.add_environment(H200)
         made = replace(QWEN, model=model, backend=backend, execution_mode=mode)
         id_ = database.add_configuration(made, OCCURRENCES, environment_id)
-        facts = {"sweep": {"name": sweep}, **facts}
+        facts = {"sweep": described(load_sweep(sweep)), **facts}
         database.record_run(id_, environment_id, RunConditions("2026-01-01", "2026-01-01", facts))
 
 
 def test_what_is_complete_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "a.db"
     other = Job(LLAMA.model, "FLASHINFER", "full_graph")
-    assert unfinished([LLAMA, other], [("gpu", path)]) == [LLAMA, other]
+    assert unfinished([LLAMA, other], [(GPU, path)]) == [LLAMA, other]
     assert not path.exists()
     finished(path, LLAMA, "gpu")  # begun
-    assert unfinished([LLAMA, other], [("gpu", path)]) == [LLAMA, other]
+    assert unfinished([LLAMA, other], [(GPU, path)]) == [LLAMA, other]
     finished(path, LLAMA, "gpu", complete=True)
-    assert unfinished([LLAMA, other], [("gpu", path)]) == [other]
-    assert unfinished([LLAMA, other], [("quick", path)]) == [LLAMA, other]
+    assert unfinished([LLAMA, other], [(GPU, path)]) == [other]
+    assert unfinished([LLAMA, other], [(QUICK, path)]) == [LLAMA, other]
     auto = Job(LLAMA.model, "auto", "full_graph")
-    assert unfinished([auto, Job(LLAMA.model, "auto", "eager")], [("gpu", path)]) == [
+    assert unfinished([auto, Job(LLAMA.model, "auto", "eager")], [(GPU, path)]) == [
         Job(LLAMA.model, "auto", "eager")
     ]
 
 
+def test_a_sweep_that_has_changed_since_is_not_complete(tmp_path: Path) -> None:
+    path = tmp_path / "a.db"
+    finished(path, LLAMA, "gpu", complete=True)
+    assert unfinished([LLAMA], [(GPU, path)]) == []
+    wider = GPU.model_copy(update={"requests": (*GPU.requests, 512)})
+    assert unfinished([LLAMA], [(wider, path)]) == [LLAMA]
+
+
 def test_a_sweep_of_its_own_database_must_be_complete_there(tmp_path: Path) -> None:
-    wanted = [("gpu", tmp_path / "a.db"), ("adaptive", tmp_path / "b.db")]
+    wanted = [(GPU, tmp_path / "a.db"), (ADAPTIVE, tmp_path / "b.db")]
     finished(tmp_path / "a.db", LLAMA, "gpu", complete=True)
     assert unfinished([LLAMA], wanted) == [LLAMA]
     finished(tmp_path / "b.db", LLAMA, "gpu", complete=True)

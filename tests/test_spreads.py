@@ -24,7 +24,7 @@ def test_the_mean_is_kept_and_the_lengths_differ(shape: Shape, count: int) -> No
     found = lengths(uneven_decodes(count, 3000, shape))
     assert len(found) == count
     assert statistics.fmean(found) == pytest.approx(3000, abs=1)
-    assert max(found) > 1.4 * statistics.fmean(found)
+    assert max(found) > 1.25 * statistics.fmean(found)
     assert 2 <= len(set(found)) <= 8
     assert len(uneven_decodes(count, 3000, shape).key) < 100
     assert uneven_decodes(count, 3000, shape) == uneven_decodes(count, 3000, shape)
@@ -40,6 +40,9 @@ def test_the_shapes() -> None:
     assert lengths(uneven_decodes(4, 800, "ramp")) == [1400, 1000, 600, 200]
     spread = lengths(uneven_decodes(64, 1000, "lognormal"))
     assert statistics.median(spread) < 1000 < spread[0] < 3000
+    narrow = lengths(uneven_decodes(64, 1000, "narrow"))
+    assert statistics.pstdev(narrow) < 0.6 * statistics.pstdev(spread)
+    assert statistics.pstdev(narrow) == pytest.approx(360, abs=40)
 
 
 def test_a_grid_asks_for_what_it_lists_and_the_model_has_room_for() -> None:

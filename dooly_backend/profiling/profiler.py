@@ -42,6 +42,7 @@ from dooly_backend.profiling.steps import measure_steps, refit_steps
 from dooly_backend.profiling.sweep import LIMITS, record_limits
 from dooly_backend.profiling.timer import Timer, quiet_process, timed, timer_for
 from dooly_backend.profiling.watch import Found, WatchedRun, watch_for
+from dooly_backend.sweeps import described
 from dooly_backend.tracing.trace import Trace
 from dooly_backend.tracing.tracer import trace_model
 from dooly_backend.workload import Batch, WorkloadPoint
@@ -184,7 +185,7 @@ def profile(
 def purpose(engine: Engine, sweep: Grid | AdaptiveSweep) -> dict[str, Any]:
     """Facts of a run: its sweep, and the engine's limits, within which the sweep's points lie."""
     return {
-        "sweep": sweep.model_dump(mode="json", exclude_none=True),
+        "sweep": described(sweep),
         "limits": {name: getattr(engine, name) for name in LIMITS},
     }
 

@@ -18,6 +18,7 @@ from dooly_backend.config import load_model
 from dooly_backend.database import Database
 from dooly_backend.engines.kv_cache import GIB, kv_cache_bytes
 from dooly_backend.errors import InputError
+from dooly_backend.sweeps import AdaptiveSweep, Grid, described
 from integration.corpus.corpora import Case
 from integration.gpu.run import AUTO
 
@@ -42,11 +43,11 @@ class Job:
     def name(self) -> str:
         return f"{self.model}:{self.backend}:{self.mode}"
 
-    def is_done(self, database: Database, sweep: str) -> bool:
+    def is_done(self, database: Database, sweep: Grid | AdaptiveSweep) -> bool:
         """Whether a run in `database` has finished `sweep`."""
-        wanted = load_model(self.model).name, self.mode
+        wanted = load_model(self.model).name, self.mode, "none"
         for i, known in database.configurations().items():
-            if (known.model, known.execution_mode) != wanted:
+            if (known.model, known.execution_mode, known.quantization) != wanted:
                 continue
             if self.backend not in (AUTO, known.backend):
                 continue
@@ -61,9 +62,9 @@ class Job:
         return weight_bytes(config, layers) + kv_cache_bytes(config, layers, True) + _OTHER_BYTES
 
 
-def is_complete(facts: Mapping[str, Any], sweep: str) -> bool:
-    """Whether the run of these facts ended with `sweep` known."""
-    return bool(facts.get("complete")) and facts.get("sweep", {}).get("name") == sweep
+def is_complete(facts: Mapping[str, Any], sweep: Grid | AdaptiveSweep) -> bool:
+    """Whether the run of these facts ended with `sweep` known, and not with another of its name."""
+    return bool(facts.get("complete")) and facts.get("sweep") == described(sweep)
 
 
 def jobs_of(

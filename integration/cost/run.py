@@ -34,6 +34,7 @@ from dooly_backend.config import load_sweep
 from dooly_backend.database import Database
 from dooly_backend.engines.kv_cache import GIB
 from dooly_backend.errors import DoolyError
+from dooly_backend.sweeps import AdaptiveSweep, Grid
 from integration.corpus.corpora import CASES, MOE, SMALL, find
 from integration.corpus.run import HERE as CORPUS
 from integration.corpus.run import results
@@ -92,7 +93,7 @@ def main(
 ) -> None:
     """Profile the models whose names contain one of NAMES, or those of a corpus."""
     # A misspelt one shall not cost an engine's start.
-    wanted = [(load_sweep(name).name, Path(path)) for name, path in ((sweep, db), *apart)]
+    wanted = [(load_sweep(name), Path(path)) for name, path in ((sweep, db), *apart)]
     cases = find(list(names)) if names else [c for c in CASES if corpus in c.corpora]
     known = results(CORPUS / "results" / "models")
     jobs = jobs_of(newest_first(cases, known), backends, mode, models)
@@ -125,7 +126,9 @@ def main(
     sys.exit(int(bool(rest)))
 
 
-def unfinished(jobs: Sequence[Job], wanted: Iterable[tuple[str, Path]]) -> list[Job]:
+def unfinished(
+    jobs: Sequence[Job], wanted: Iterable[tuple[Grid | AdaptiveSweep, Path]]
+) -> list[Job]:
     """The jobs of which one of the `wanted` sweeps is not complete in its database."""
     left = dict.fromkeys(jobs, False)
     for sweep, db in wanted:
