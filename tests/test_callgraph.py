@@ -86,6 +86,17 @@ def test_a_layer_that_runs_less_than_its_kind(
 # -- of made-up models ----------------------------------------------------------
 
 
+def test_a_model_that_is_one_entry_cannot_be_counted_from_a_few_layers() -> None:
+    """Where code between the layers launches kernels by itself, nothing finer covers them."""
+    ops = tuple(Operation(i, f"model.layers.{i}.mlp", "aten::mul", (), ()) for i in range(2))
+    whole = Entry("model", None, "Model", "Model", ops, True, "between layers")
+    signed = {whole: Signature("Model", "module", "batch", "{}")}
+    (found,) = occurrences(engine_of("aa", 2), signed)
+    assert (found.path, found.count) == ("model", 1)
+    with pytest.raises(TraceError, match=r"model runs only as a whole.*\(between layers\).*2 that"):
+        occurrences(engine_of("aaaa", 2), signed)
+
+
 def engine_of(kinds: str, layers: int) -> Any:
     return SimpleNamespace(layer_kinds=tuple(kinds), num_layers=layers, stage=range(len(kinds)))
 

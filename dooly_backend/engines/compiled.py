@@ -42,6 +42,9 @@ class StepMode(TorchDispatchMode):
     ) -> Any:
         """Called in the place of compiled `function`: the result of calling it with no mode on."""
 
+    def launched(self, kernel: str) -> None:
+        """Called before `kernel` is launched past the dispatcher (`engines/launches.py`)."""
+
 
 def uninterrupted(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]

@@ -26,7 +26,8 @@ def occurrences(engine: Engine, signed: Mapping[Entry, Signature]) -> list[Occur
     The first layer stands for itself and the first layer of each kind behind
     it for all others of that kind. Raises InputError when too few
     layers are built to show every kind, TraceError when two layers of one
-    kind turn out to run different calls, since the counts would then be wrong.
+    kind turn out to run different calls, or several of them lie in one entry, since
+    the counts would then be wrong.
     """
     represented = layers_represented(engine.layer_kinds, engine.num_layers, engine.stage)
     entries = sorted(signed, key=lambda entry: entry.position)
@@ -34,6 +35,8 @@ def occurrences(engine: Engine, signed: Mapping[Entry, Signature]) -> list[Occur
     found: list[Occurrence] = []
     for entry in entries:
         layer = layer_of(entry.path)
+        if layer is None:
+            _refuse_layers(entry, represented)
         layers = represented[layer] if layer is not None else ()
         count = len(layers) if layer is not None else 1
         if count:
@@ -48,6 +51,17 @@ def occurrences(engine: Engine, signed: Mapping[Entry, Signature]) -> list[Occur
                 )
             )
     return found
+
+
+def _refuse_layers(entry: Entry, represented: Mapping[int, tuple[int, ...]]) -> None:
+    """Raise TraceError where one entry holds layers, of which the full model has others."""
+    inside = (layer_of(op.path) for op in entry.operations)
+    if any(len(represented.get(layer, ())) != 1 for layer in inside if layer is not None):
+        raise TraceError(
+            f"{entry.path or 'the model'} runs only as a whole, its layers included "
+            f"({entry.reason}): the full model's cannot be counted from the {len(represented)} "
+            "that are built"
+        )
 
 
 def _check_kinds(

@@ -71,7 +71,7 @@ def recorded(engine: Engine, batch: Batch) -> Trace:
     """An unlabelled trace of one step of any batch."""
     stack = ModuleStack(engine.modules)
     tracer = DispatchTracer(stack, Labeller({}), engine.operation_bodies, None, label=False)
-    with stack.tracking(), tracer.active():
+    with stack.tracking(), tracer.recording():
         engine.step(batch)
     return Trace(
         model=engine.configuration.model,

@@ -26,6 +26,9 @@ Outcome = Literal["alone", "with context"]
 #: Mixture-of-experts layers.
 ROUTING = "its latency depends on the routing, which only a hook at this module controls"
 
+#: Of a module that launches kernels in code of its own: none of its operations runs them.
+LAUNCHES = "launched past the dispatcher, under none of the module's operations"
+
 #: Module calls on a host-bound device keep their host time: see `resolve`.
 HOST_TIME = "the module's own host time is part of what a step pays on this device"
 
@@ -168,7 +171,8 @@ def _try_calls(trace: Trace, engine: Engine, nodes: Sequence[Node]) -> Outcomes:
     keys: list[Key] = [(node.path, None) for node in nodes]
     tops: dict[Key, Operation] = {}
     for node in nodes:
-        for top, ordinal in (place(node, op) for op in node.kernels):
+        operations = (op for op in node.kernels if not op.is_launch)
+        for top, ordinal in (place(node, op) for op in operations):
             tops[node.path, ordinal] = top
     keys += tops
     ran: dict[Key, Outcome] = {}
@@ -231,9 +235,11 @@ def _ordinal(node: Node, op: Operation) -> int:
     """Count of the dispatcher calls in the module's call before `op`.
 
     Operations inside a custom operation's body are not calls of the module:
-    they are seen only when tracing enters the body.
+    they are seen only when tracing enters the body. Nor are launches past the dispatcher.
     """
-    return sum(1 for o in node.operations if o.parent is None and o.index < op.index)
+    return sum(
+        1 for o in node.operations if o.parent is None and o.index < op.index and not o.is_launch
+    )
 
 
 def _resolve(
@@ -271,6 +277,9 @@ def _finer(
     if not node.children and not prefer_operations:
         alone = outcomes.ran.get((node.path, None)) == "alone"
         return None, HOST_TIME if alone else outcomes.reason((node.path, None))
+    launches = dict.fromkeys(op.name for op in node.operations if op.is_launch)
+    if launches:
+        return None, f"{', '.join(launches)}: {LAUNCHES}"
     entries: list[Entry] = []
     for child in node.children:
         found = _resolve(child, outcomes, prefer_operations, routed)

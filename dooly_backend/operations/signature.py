@@ -9,12 +9,14 @@ The canonical serialisation is JSON (sorted keys, no spaces) of
 (and "routing" with the experts of a rank and top-k for mixture-of-experts layers).
 
 A tensor is ``[dtype, layout, [dims]]``; in stateful modules one with dense rows
-counts as contiguous. A dimension is its value where the model or the code
-decides it, an affine text such as "T" or "9*T+1" where the request does, and
-"E" where the size of an engine buffer does (also as the constant of such a
-text: "40*R+E"); "T^8" is T rounded up to a multiple of 8; "P" is how many parts
-an engine divides the request's work into. "@" is a place that a stateful module
-takes. docs/operations.md has an example to recompute by hand.
+counts as contiguous. A kernel launched past the dispatcher has its name alone,
+and is left out where "stateful" or "routing" say what selects kernels. A
+dimension is its value where the model or the code decides it, an affine text such
+as "T" or "9*T+1" where the request does, and "E" where the size of an engine
+buffer does (also as the constant of such a text: "40*R+E"); "T^8" is T rounded up
+to a multiple of 8; "P" is how many parts an engine divides the request's work
+into. "@" is a place that a stateful module takes. docs/operations.md has an
+example to recompute by hand.
 
 The signature is the SHA-256 of that text, so anyone can recompute it from the
 database.
@@ -66,6 +68,7 @@ _Attribute = int | float | bool | str | None
 def signature_of(entry: Entry, trace: Trace, engine: Engine) -> Signature:
     """The signature of a runnable entry."""
     stateful = entry.path in engine.stateful
+    layer = engine.moe.get(entry.path)
     value = {
         "schema": SCHEMA,
         "granularity": entry.granularity,
@@ -74,13 +77,12 @@ def signature_of(entry: Entry, trace: Trace, engine: Engine) -> Signature:
         "operations": [
             _operation(op, trace.formulas.get(op.index, ()), stateful)
             for op in entry.operations
-            if not is_collective(op)
+            if not is_collective(op) and not (op.is_launch and (stateful or layer is not None))
         ],
         "attributes": _attributes(entry, engine),
         "stateful": engine.stateful_identity(entry.path) if stateful else {},
         "kernels": engine.kernel_identity(),
     }
-    layer = engine.moe.get(entry.path)
     if layer is not None:
         value["routing"] = {"experts": layer.experts, "top_k": layer.top_k}
     kind = "routing" if layer is not None else kind_of(entry, trace)
@@ -88,8 +90,11 @@ def signature_of(entry: Entry, trace: Trace, engine: Engine) -> Signature:
 
 
 def kind_of(entry: Entry, trace: Trace) -> PointKind:
-    """What of the request the call's latency depends on, from the formulas of its sizes."""
-    if entry.stateful:
+    """What of the request the call's latency depends on, from the formulas of its sizes.
+
+    Those of a kernel that no dispatcher saw are not known: it may depend on anything.
+    """
+    if entry.stateful or any(op.is_launch for op in entry.operations):
         return "batch"
     formulas = [f for op in entry.operations for f in trace.formulas.get(op.index, ()) if f]
     tokens = any(f.tokens for f in formulas)

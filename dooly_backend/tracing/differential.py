@@ -42,8 +42,11 @@ class Pass:
 
     @property
     def of_modules(self) -> tuple[Operation, ...]:
-        """Operations inside modules; input preparation may depend on the batch as a program."""
-        return tuple(op for op in self.operations if op.path != STEP)
+        """Operations inside modules; input preparation may depend on the batch as a program.
+
+        Launches past the dispatcher have no sizes, and may be others in a larger batch.
+        """
+        return tuple(op for op in self.operations if op.path != STEP and not op.is_launch)
 
     @property
     def outside(self) -> tuple[Operation, ...]:

@@ -19,6 +19,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from dooly_backend.engines.compiled import StepMode, uninterrupted
+from dooly_backend.engines.launches import showing_launches
 from dooly_backend.engines.paths import ModuleStack
 from dooly_backend.errors import TraceError
 from dooly_backend.tracing.call import Call, Rule, TensorShape, preserve
@@ -26,7 +27,7 @@ from dooly_backend.tracing.integers import LabelledInt, label_of
 from dooly_backend.tracing.labels import LITERAL, NONE, Dim, Label, Shape
 from dooly_backend.tracing.rules import MAPPING
 from dooly_backend.tracing.sources import tensor_key
-from dooly_backend.tracing.trace import Operation, TensorSpec
+from dooly_backend.tracing.trace import LAUNCHED, Operation, TensorSpec
 
 log = logging.getLogger(__name__)
 
@@ -169,7 +170,7 @@ def _integers(tree: Any) -> Iterator[Dim]:
 
 
 class DispatchTracer(StepMode):
-    """Records every operation with its labelled dimensions.
+    """Records every operation with its labelled dimensions, and launches past the dispatcher.
 
     `bodies` are Python bodies of custom operations: their insides are traced
     as operations with the custom operation as parent. `functions` is None for
@@ -215,6 +216,23 @@ class DispatchTracer(StepMode):
             lambda leaf: int(leaf) if isinstance(leaf, LabelledInt) else leaf, (args, kwargs)
         )
         return self._recorded(name, args, kwargs, lambda *_: uninterrupted(function, *plain))
+
+    def launched(self, kernel: str) -> None:
+        """Record a kernel that the running module launches in code of its own.
+
+        The body of a custom operation is that operation's: what it launches lies under it,
+        unless a module that it calls does.
+        """
+        parent = self._parents[-1] if self._parents else None
+        covered = parent is not None and self.operations[parent].call == self._stack.call
+        if covered or self._stack.call is None:
+            return
+        self.operations.append(
+            Operation(
+                len(self.operations), self._stack.path, LAUNCHED + kernel, (), (), (), parent,
+                self._stack.call,
+            )
+        )  # fmt: skip
 
     def _recorded(self, name: str, args: Any, kwargs: Any, run: Callable[[int, Call], Any]) -> Any:
         """The result of `run`, recorded as that of operation `name` and labelled."""
@@ -273,6 +291,12 @@ class DispatchTracer(StepMode):
                 return body(*args, **kwargs)
         finally:
             self._parents.pop()
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Both modes on, and launches past the dispatcher shown to them."""
+        with showing_launches(), self.active():
+            yield
 
     @contextmanager
     def active(self) -> Iterator[None]:

@@ -18,6 +18,9 @@ from dooly_backend.tracing.labels import Dim, Label, Source
 
 SCHEMA = 2
 
+#: What the names of kernels begin with that a module launches past the dispatcher.
+LAUNCHED = "launched::"
+
 #: Path of operations that run outside every module: input preparation and the like.
 STEP = OUTSIDE
 
@@ -42,7 +45,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Operation:
-    """One dispatcher call of the pass.
+    """One dispatcher call of the pass, or a kernel that a module launches past the dispatcher.
 
     `path` is the module it ran in and `call` the index of that module's call
     (None outside modules); `parent` is the index of the custom operation whose
@@ -57,6 +60,11 @@ class Operation:
     scalars: tuple[Dim, ...] = ()
     parent: int | None = None
     call: int | None = None
+
+    @property
+    def is_launch(self) -> bool:
+        """Whether it is a kernel that no dispatcher saw: only its name and its place are known."""
+        return self.name.startswith(LAUNCHED)
 
     def dims(self) -> Iterator[Dim]:
         """Every labelled size: inputs, outputs, then scalars."""

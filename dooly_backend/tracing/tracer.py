@@ -141,7 +141,7 @@ def _pass(
     )
     tainted = sources.tainted() if sources else nullcontext()
     try:
-        with tainted, stack.tracking(), tracer.active():
+        with tainted, stack.tracking(), tracer.recording():
             engine.step(traced_batch(num_tokens, num_reqs))
     except DoolyError:
         raise

@@ -31,6 +31,7 @@ from dooly_backend.config import RunOptions, load_model
 from dooly_backend.engines import Engine, boot
 from dooly_backend.errors import DoolyError, EngineError
 from dooly_backend.operations.runnable import Entry, resolve
+from dooly_backend.tracing.trace import LAUNCHED
 from dooly_backend.tracing.tracer import trace_model
 from dooly_backend.workload import Batch
 from integration.gpu.covering import by_name, cover_of, difference, report
@@ -111,7 +112,10 @@ def one(
             "unit": "kernels" if engine.environment.device_kind == "cuda" else "operations",
             "entries": len(entries),
             "modules": sum(entry.granularity == "module" for entry in entries),
+            "launched": launched(entries),
         }
+        for path, kernels in about["launched"].items():
+            click.echo(f"{path} is whole: it launches {', '.join(kernels)} itself", err=True)
         on_device = about["unit"] == "kernels"
         # The first profile of a process waits for CUPTI, and may miss what runs meanwhile.
         profiled(engine, engine.synchronize, nullcontext, on_device)
@@ -124,6 +128,15 @@ def one(
                 continue
             click.echo(line(about, rows[-1]))
             merge(out, {**about, "batches": rows})  # a killed run leaves what it has
+
+
+def launched(entries: Sequence[Entry]) -> dict[str, list[str]]:
+    """By module, the kernels that it launches past the dispatcher: why it stays whole."""
+    names = {
+        entry.path: [op.name.removeprefix(LAUNCHED) for op in entry.operations if op.is_launch]
+        for entry in entries
+    }
+    return {path: found for path, found in names.items() if found}
 
 
 def line(about: dict[str, Any], row: dict[str, Any]) -> str:
