@@ -24,8 +24,10 @@ from dooly_backend.operations.cover import recorded, step_cover
 from dooly_backend.operations.runnable import LAUNCHES, RunnableSet, check_cover, resolve
 from dooly_backend.operations.signature import attributes
 from dooly_backend.operations.tree import forest
+from dooly_backend.tracing.differential import Pass, check
+from dooly_backend.tracing.labels import Dim, Label
 from dooly_backend.tracing.modes import DispatchTracer, Labeller
-from dooly_backend.tracing.trace import Operation, Trace
+from dooly_backend.tracing.trace import LAUNCHED, Affine, Operation, TensorSpec, Trace
 from dooly_backend.tracing.tracer import trace_model
 from dooly_backend.workload import Batch
 from integration.gpu import coverage
@@ -265,6 +267,24 @@ def test_tuners_of_triton_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = triton.autotune(configs, key=[], do_bench=bench)(JITFunction(_tuned))
     assert names(traced(Block(lambda x: kernel[(1,)](x)))).count("launched::_tuned") == 1
     assert len(runs) == 3
+
+
+# -- in a trace ---------------------------------------------------------------------
+
+
+def test_passes_need_not_agree_in_them() -> None:
+    """A larger step may take another kernel; the sizes of the operations are solved all the same."""
+
+    def one(tokens: int, requests: int, *kernels: str) -> Pass:
+        spec = TensorSpec((Dim(tokens, Label.of("num_toks", tokens)),), "float32", (1,))
+        launches = [Operation(i, "m", LAUNCHED + k, (), (), call=0) for i, k in enumerate(kernels)]
+        add = Operation(len(kernels), "m", "aten::add.Tensor", (spec,), (spec,), call=0)
+        return Pass(tokens, requests, (*launches, add))
+
+    others = [one(83, 7), one(97, 11, "large")]
+    _, formulas, operations = check(one(83, 11, "small"), others, one(101, 13, "large", "more"))
+    assert names(list(operations)) == ["launched::small", "aten::add.Tensor"]
+    assert formulas == {1: (Affine(0, 1, 0), Affine(0, 1, 0))}
 
 
 # -- what is measured ---------------------------------------------------------------
