@@ -273,7 +273,7 @@ def test_tuners_of_triton_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_passes_need_not_agree_in_them() -> None:
-    """A larger step may take another kernel; the sizes of the operations are solved all the same."""
+    """A larger step may take another kernel; sizes of operations are solved all the same."""
 
     def one(tokens: int, requests: int, *kernels: str) -> Pass:
         spec = TensorSpec((Dim(tokens, Label.of("num_toks", tokens)),), "float32", (1,))
