@@ -7,8 +7,9 @@ from pathlib import Path
 
 from dooly_backend.database import Database
 from dooly_backend.regression.latency import LatencyModel
+from integration.packed import unpacked
 
-CPU = Path(__file__).resolve().parent / "data" / "cpu.db"
+CPU = unpacked(Path(__file__).resolve().parent / "data" / "cpu.db")
 H200 = "builtin:h200"
 
 LLAMA, QWEN3, GEMMA2, MIXTRAL = "small-llama", "small-qwen3", "small-gemma2", "small-mixtral"

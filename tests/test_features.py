@@ -50,6 +50,7 @@ def test_a_mixed_batch_by_hand() -> None:
         "decode_keys": 41 + 10,
         "decode_context": 24.5,
         "decode_longest": 41,
+        "decode_beyond": 0,
         "decode_unevenness": 41 / 25.5,
         "prefill_blocks": 2,
         "decode_blocks": 2,
@@ -62,6 +63,14 @@ def test_a_sliding_window_limits_what_is_read() -> None:
     assert seen["prefill_keys"] == 120
     assert seen["decode_keys"] == 40
     assert seen["prefill_query_context"] == 5000  # Vidur's: no window
+
+
+def test_what_lies_beyond_a_window_is_told_too() -> None:
+    uneven = of_batch("1x1+99,1x1+39", window=20.0)
+    assert uneven["decode_beyond"] == 80
+    assert uneven["decode_context"] == 69
+    assert uneven["decode_unevenness"] == 100 / 70
+    assert of_batch("2x1+9", window=20.0)["decode_beyond"] == 0
 
 
 @given(st.integers(1, 60), st.integers(0, 60), st.integers(1, 200))

@@ -85,6 +85,8 @@ def test_cost_adds_up_by_group():
     ("name", "kind", "group"),
     [
         ("Attention", "batch", "attention"),
+        ("aten::index.Tensor", "batch", "other"),
+        ("Sampler", "batch", "other"),
         ("MoERunner", "routing", "moe"),
         ("QKVParallelLinear", "tokens", "linear"),
         ("_C::onednn_mm.default", "tokens", "linear"),

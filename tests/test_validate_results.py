@@ -11,8 +11,8 @@ import pytest
 from dooly_backend.simulation.run_file import load_run
 from dooly_backend.simulation.source import from_database
 from dooly_backend.simulation.validation import Validation, compared
+from integration.packed import profile_of
 from integration.validate import run as benchmark
-from integration.validate.packed import profile_of
 
 RESULTS = Path(benchmark.__file__).parent / "results" / "gemma2-small"
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pandas as pd
 import pytest
+from measured import CPU
 
 from dooly_backend.errors import InputError
 from dooly_backend.simulation.source import Source, from_database
@@ -21,7 +21,7 @@ from integration.wrong_reuse.run import (
     with_attention,
 )
 
-DATABASE = str(Path(__file__).parent / "data" / "cpu.db")
+DATABASE = str(CPU)
 
 
 @pytest.fixture(scope="module")

@@ -125,7 +125,8 @@ def cost(work: Sequence[Sequence[Item]], group: str | None = None) -> Cost:
 
 def group_of(name: str, kind: str) -> str:
     """The paper's grouping of a signature by its name and what it depends on."""
-    if kind == "batch":
+    # Of what depends on whole batches, operations and the sampler only look up their requests.
+    if kind == "batch" and "::" not in name and name != "Sampler":
         return "attention"
     if kind == "routing":
         return "moe"

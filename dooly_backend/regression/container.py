@@ -19,7 +19,7 @@ from typing import Any
 from dooly_backend.errors import InputError
 
 FORMAT = "dooly-bundle"
-VERSION = 2
+VERSION = 3
 _LARGEST = 1 << 30  # bytes of JSON: what a small file may not swell beyond
 _DIGEST = 64  # hex digits
 

@@ -272,9 +272,17 @@ def _decode_longest(batches: BatchArray, facts: Facts) -> Floats:
     return batches.max(_decode_keys(batches, facts))
 
 
+@feature("batch", "decode_beyond", "tokens", "most cached tokens of a decode beyond the window")
+def _decode_beyond(batches: BatchArray, facts: Facts) -> Floats:
+    """Kernels that divide a request's keys may divide those that no token sees, too."""
+    beyond = np.maximum(batches.context + 1 - _window(facts), 0.0)
+    return batches.max(_of_decodes(batches, beyond))
+
+
 @feature("batch", "decode_unevenness", "ratio", "longest decode over their mean; 1 where equal")
 def _decode_unevenness(batches: BatchArray, facts: Facts) -> Floats:
-    keys = _decode_keys(batches, facts)
+    """Of all cached tokens: how a kernel shares out requests follows what they hold."""
+    keys = _of_decodes(batches, batches.context + 1)
     mean = batches.sum(keys) / np.maximum(batches.decodes, 1.0)
     return np.where(batches.decodes > 0, batches.max(keys) / np.maximum(mean, 1.0), 1.0)
 

@@ -13,7 +13,7 @@ what a batch with both takes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -39,6 +39,7 @@ from dooly_backend.workload import PointKind
 _KNEES = 4  # of each term that has them
 _FEWEST = 3  # points that a trend needs
 _LEAST = 0.01  # of the shortest measured time: a launch
+_DIVIDED = 0.75  # of the squared error: a rule of one library's must explain more to be believed
 
 
 @dataclass(frozen=True)
@@ -90,14 +91,15 @@ PHASES: dict[PointKind, tuple[Phase, ...]] = {
         Phase(
             "decodes",
             "decodes",
-            ("decodes", "decode_keys", "decode_longest"),
+            ("decodes", "decode_keys", "decode_longest", "decode_beyond"),
             ("decodes", "decode_keys", "decode_longest"),
             (
                 ("decodes", None, 0.0),
-                ("decode_keys", "decodes", 64.0),
+                # Of all cached tokens, also those outside a window.
+                ("decode_context", None, 65.0),
                 ("decode_unevenness", None, 0.0),
             ),
-            Shape("decode_blocks", "decode_keys", "decodes"),
+            Shape("decode_blocks", "decode_keys", "decodes", divides=True),
             "decodes",
         ),
     ),
@@ -169,14 +171,14 @@ ENDLESS = 1e300
 def fit_trend(data: Training, phase: Phase, earlier: Parameters | None = None) -> Parameters:
     """The nonnegative coefficients of a phase, from points that have only it.
 
-    The width of its waves is that of `earlier`, if given.
+    The width of its waves, and whether work is divided, are those of `earlier`, if given.
     """
     if len(data) < _FEWEST:
         raise UnfitError(f"needs {_FEWEST} points of {phase.name}, has {len(data)}")
     names, bounds, design = _design(data, phase)
-    width = _width(data, phase, design, earlier)
-    if width is not None:
-        design = np.column_stack([design, *_of_waves(data, phase, width)])
+    wave = _wave(data, phase, design, earlier)
+    if wave is not None:
+        design = np.column_stack([design, *_of_waves(data, phase, *wave)])
     coefficients = _least_squares(design, data.us)[0]
     of_terms = coefficients[1 : 1 + len(names)]
     used = [i for i, coefficient in enumerate(of_terms) if coefficient > 0]
@@ -186,10 +188,13 @@ def fit_trend(data: Training, phase: Phase, earlier: Parameters | None = None) -
         "features": [names[i] for i in used],
         "terms": [[*bounds[i], float(of_terms[i])] for i in used],
     }
-    if width is not None and phase.waves is not None:
+    if wave is not None and phase.waves is not None:
         each, of_work = coefficients[-2:]
+        width, divided = wave
         times = {"width": width, "each": float(each), "of_work": float(of_work)}
-        found["waves"] = asdict(phase.waves) | times
+        of = phase.waves
+        found["waves"] = {"blocks": of.blocks, "work": of.work, "per": of.per, "divided": divided}
+        found["waves"] |= times
     return found
 
 
@@ -234,28 +239,39 @@ def _least_squares(design: Floats, us: Floats) -> tuple[Floats, float]:
     return found / scale, float(error)
 
 
-def _width(
+def _wave(
     data: Training, phase: Phase, design: Floats, earlier: Parameters | None
-) -> float | None:
+) -> tuple[float, bool] | None:
+    """The width of waves, and whether the work of a block is divided; None without waves."""
     if phase.waves is None:
         return None
     if earlier is not None:
-        return float(earlier["waves"]["width"]) if "waves" in earlier else None
+        known = earlier.get("waves")
+        return None if known is None else (float(known["width"]), bool(known["divided"]))
 
-    def squared_error(width: float | None, chosen: Any) -> float:
+    def squared_error(width: float | None, chosen: Any, divided: bool = False) -> float:
         some, part = data.only(chosen), design[chosen]
         if width is not None:
-            part = np.column_stack([part, *_of_waves(some, phase, width)])
+            part = np.column_stack([part, *_of_waves(some, phase, width, divided)])
         return _least_squares(part, some.us)[1] ** 2
 
-    return best_width(data.column(phase.waves.blocks), squared_error)
+    whole = np.arange(len(data))
+    width = best_width(data.column(phase.waves.blocks), squared_error)
+    if not phase.waves.divides:
+        return None if width is None else (width, False)
+    of_pieces = best_width(data.column(phase.waves.blocks), partial(squared_error, divided=True))
+    if of_pieces is not None:
+        without = squared_error(width, whole)
+        if squared_error(of_pieces, whole, divided=True) < _DIVIDED * without:
+            return of_pieces, True
+    return None if width is None else (width, False)
 
 
-def _of_waves(data: Training, phase: Phase, width: float) -> tuple[Floats, Floats]:
+def _of_waves(data: Training, phase: Phase, width: float, divided: bool) -> tuple[Floats, Floats]:
     assert phase.waves is not None
     shape = phase.waves
     blocks, work, per = (data.column(name) for name in (shape.blocks, shape.work, shape.per))
-    return columns_of_waves(blocks, work, per, width)
+    return columns_of_waves(blocks, work, per, width, divided)
 
 
 def load_trend(parameters: Parameters, features: tuple[str, ...]) -> Trend:

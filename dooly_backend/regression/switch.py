@@ -17,7 +17,7 @@ import numpy as np
 from dooly_backend.regression.batches import Floats
 from dooly_backend.regression.models import Parameters, Predictor, Training
 
-_GAIN = 0.5  # of the squared error of one trend; two are worth their parameters below that
+_GAIN = 0.7  # of the squared error of one trend; two are worth their parameters below that
 _SMALL = 0.01  # a mean relative error of one trend that needs no second one
 _FEWEST = 30  # points on each side
 _MOST_TO_TRY = 24  # places
@@ -83,7 +83,8 @@ def best_place(data: Training, feature: str, errors: Errors) -> float | None:
         for i in np.unique(chosen)
     }
     best = min(of_two, key=of_two.__getitem__)
-    return best if of_two[best] < _GAIN * of_one else None
+    sides = values <= best, values > best
+    return best if sum(errors.of_all(data.only(side)) for side in sides) < _GAIN * of_one else None
 
 
 class Switched(Predictor):

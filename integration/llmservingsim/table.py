@@ -26,6 +26,7 @@ from dooly_backend.errors import CheckFailed
 from dooly_backend.exporters import get_exporter
 from dooly_backend.regression.latency import LatencyModel
 from integration.llmservingsim import run
+from integration.packed import unpacked
 from shims.common import random_batches
 from shims.llmservingsim.architecture import architecture_of
 from shims.llmservingsim.costs import LayerCosts
@@ -34,7 +35,7 @@ from shims.llmservingsim.routing import Routing, expert_parallelism
 from shims.llmservingsim.tables import carrier
 from shims.times import Axes, axes_of
 
-CPU = Path(__file__).resolve().parents[2] / "tests" / "data" / "cpu.db"
+CPU = unpacked(Path(__file__).resolve().parents[2] / "tests" / "data" / "cpu.db")
 MODELS = (
     (str(CPU), "small-llama", (1, 2)),
     (str(CPU), "small-qwen3", (1, 2)),

@@ -57,11 +57,15 @@ def main(
 
     Without calibration only the profile is known, and no live run.
     """
-    source = _source(model, bundle, db, {"backend": backend, "execution_mode": mode})
     runs: dict[str, list[Run]] = {}
     for file in files:
         run = load_run(file)
         runs.setdefault(str(run.about.get("workload", file.name)), []).append(run)
+    served = {quantization_of(run) for those in runs.values() for run in those}
+    if len(served) > 1:
+        raise click.UsageError(f"the runs were served with {', '.join(sorted(served))}: give one's")
+    filters = {"backend": backend, "execution_mode": mode, "quantization": served.pop()}
+    source = _source(model, bundle, db, filters)
     lines = [f"# {source.configuration.model} on {source.environment.device}", ""]
     figures = {}
     for workload, live in runs.items():
@@ -124,6 +128,11 @@ def _source(model: str, bundle: Path | None, db: str | None, filters: dict[str, 
         return from_bundle(bundle, model, filters)
     assert db is not None
     return from_database(db, model, None, filters)
+
+
+def quantization_of(run: Run) -> str:
+    """Of the weights of the model that was served, as configurations name it."""
+    return str(run.about.get("quantization") or "none")
 
 
 def simulated(live: Run, timer: StepModel) -> Run:

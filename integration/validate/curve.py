@@ -22,7 +22,7 @@ from dooly_backend.simulation.replay import batches
 from dooly_backend.simulation.run_file import load_run
 from dooly_backend.simulation.source import from_database
 from dooly_backend.simulation.step_time import StepModel
-from integration.validate.packed import profile_of
+from integration.packed import profile_of
 
 CHOICES = {
     "wide": (64, 256, 1024, 4096),

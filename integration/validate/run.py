@@ -42,7 +42,7 @@ from dooly_backend.simulation.validation import (
 )
 from dooly_backend.simulation.validation_report import write_validation
 from dooly_backend.simulation.workload import Workload
-from integration.validate.packed import profile_of
+from integration.packed import profile_of
 
 MIX = {"longest": 1024, "arrivals": "poisson"}
 WORKLOADS = [

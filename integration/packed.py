@@ -1,4 +1,4 @@
-"""The profile of a folder of results, which is committed packed."""
+"""Databases that are committed packed, and unpacked beside where they are."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ PROFILE = "profile.db"
 
 def profile_of(folder: Path) -> Path:
     """``profile.db`` of a folder; made from ``profile.db.xz`` where that alone is there."""
-    path = folder / PROFILE
-    packed = folder / f"{PROFILE}.xz"
+    return unpacked(folder / PROFILE)
+
+
+def unpacked(path: Path) -> Path:
+    """`path`, made from ``PATH.xz`` where that alone is there."""
+    packed = path.with_name(f"{path.name}.xz")
     if not path.exists() and packed.exists():
         # Several test processes may want it at once.
-        written = path.with_name(f".{PROFILE}.{os.getpid()}")
+        written = path.with_name(f".{path.name}.{os.getpid()}")
         written.write_bytes(lzma.decompress(packed.read_bytes()))
         written.replace(path)
     return path
