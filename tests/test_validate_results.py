@@ -38,6 +38,7 @@ def test_latencies_of_live_runs_are_predicted(validation: Validation) -> None:
     assert figures["ttft_mape"] < max(5, figures["ttft_noise"])
     assert figures["throughput_error"] < max(1, 2 * figures["throughput_noise"])
     assert figures["tpot_mape"] < figures["tpot_mape_profile_only"]
+    assert figures["ttft_mape_profile_only"] < 5
 
 
 def test_what_is_missed_is_named() -> None:

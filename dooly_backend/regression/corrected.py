@@ -30,16 +30,13 @@ from dooly_backend.regression.models import (
     floats,
     model,
 )
+from dooly_backend.regression.phases import Phase, phases_of, present, pure
 from dooly_backend.regression.roofline import (
-    Phase,
     PhasePart,
     PhasePredictor,
     errors_of,
     fit_trend,
     load_trend,
-    phases_of,
-    present,
-    pure,
 )
 from dooly_backend.regression.switch import fit_switched, load_switched
 
