@@ -21,9 +21,13 @@ class ForwardClock:
     short pass, multiplying matrices before one of `_HEAVY` tokens or more, since the
     clock gives way to a stream of such passes. Experts wait for their weights and draw
     less power than such products: a model with experts is never kept busy with them.
+    How long the host launches depends on the layers, the backend and the minute. A
+    pass that the device begins before all of it is launched holds waiting for the
+    host: it is not kept, `exposed` counts it, and the next one finds the device busy
+    for twice as long.
     """
 
-    _SLEEP_CYCLES = 50_000_000  # 25 ms at 2 GHz: longer than the host needs to launch
+    _SLEEP_CYCLES = 50_000_000  # 25 ms at 2 GHz: longer than the host launches four layers
     _HEAVY = 512
     _PRODUCTS = 25  # of 8192 x 8192 matrices: 1.5 ms each on an H200
 
@@ -32,7 +36,9 @@ class ForwardClock:
         self._timer = timer
         self._on_gpu = engine.environment.device_kind == "cuda"
         self._is_heavy = batch.num_tokens >= self._HEAVY and not engine.moe
+        self._longer = 1
         self.times_us: list[float] = []
+        self.exposed = 0
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -65,16 +71,21 @@ class ForwardClock:
 
         def before(*_: object) -> None:
             if factor is None:
-                torch.cuda._sleep(self._SLEEP_CYCLES)
+                torch.cuda._sleep(self._longer * self._SLEEP_CYCLES)
             else:
-                for _product in range(self._PRODUCTS):
+                for _product in range(self._longer * self._PRODUCTS):
                     torch.mm(factor, factor)
                 self._timer.flush()
             start.record()
 
         def after(*_: object) -> None:
             end.record()
+            exposed = start.query()
             end.synchronize()
-            self.times_us.append(start.elapsed_time(end) * 1000)
+            if exposed:
+                self.exposed += 1
+                self._longer *= 2
+            else:
+                self.times_us.append(start.elapsed_time(end) * 1000)
 
         return before, after

@@ -33,6 +33,7 @@ from dooly_backend.errors import EngineError
 from dooly_backend.profiling.timer import quiet_process
 from dooly_backend.workload import Batch
 from integration.accuracy.tables import table
+from integration.gpu.processors import held_on
 from integration.gpu.steps import read_rows
 
 _DECODES = Batch.decode(8, 1000)
@@ -129,18 +130,6 @@ def measure(engine: Engine, path: Path, about: dict[str, Any]) -> int:
                 arrivals = load_workload(text).build()
                 keep(kind, "served", held, partial(live.serve, server, arrivals))
     return count
-
-
-@contextmanager
-def held_on(processor: int | None) -> Iterator[None]:
-    """Keep the calling thread on one processor; None leaves it to the system."""
-    allowed = os.sched_getaffinity(0)
-    if processor is not None:
-        os.sched_setaffinity(0, {processor})
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, allowed)
 
 
 def processor_times(stat: str | None = None) -> dict[str, int]:

@@ -31,13 +31,15 @@ from integration.gpu.workers import in_turn
 @click.option("--max-num-batched-tokens", type=int, default=8192, show_default=True)
 @click.option("--max-model-len", type=int, default=16384, show_default=True)
 @click.option("--repeats", default=2, show_default=True)
+@click.option("--warm-up-sizes", is_flag=True, help="As of integration.live_vllm.run.")
+@click.option("--hold", is_flag=True, help="As of integration.live_vllm.run.")
 @click.option("--budget", default=540.0, show_default=True, help="Seconds for everything.")
 def main(
     configurations: tuple[str, ...],
     out: Path,
     workloads: tuple[str, ...],
     budget: float,
-    **settings: float,
+    **settings: float | bool,
 ) -> None:
     """Serve the workloads on every configuration."""
     out.mkdir(parents=True, exist_ok=True)
@@ -47,7 +49,7 @@ def main(
 
 
 def command(
-    configuration: str, out: Path, workloads: tuple[str, ...], settings: dict[str, float]
+    configuration: str, out: Path, workloads: tuple[str, ...], settings: dict[str, float | bool]
 ) -> list[str]:
     """The arguments of `python -m` that serve one configuration."""
     model, backend, *words = configuration.split(":")
@@ -60,7 +62,11 @@ def command(
         parts = [part for part in rest.split(",") if not (rate and part.startswith("rate="))]
         arguments += ["--workload", f"{head}:{','.join([*parts, rate] if rate else parts)}"]
     for option, value in settings.items():
-        arguments += [f"--{option.replace('_', '-')}", str(value)]
+        name = f"--{option.replace('_', '-')}"
+        if value is True:
+            arguments.append(name)
+        elif value is not False:
+            arguments += [name, str(value)]
     for word in words:
         if word == "eager":
             arguments.append("--eager")

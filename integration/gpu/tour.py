@@ -13,6 +13,9 @@ first turn before any has its second, so that what is measured again is measured
 later. Meanwhile the next wave's processes import and work out their configuration.
 Everything is written as soon as it is measured.
 
+With --hold each turn's launches come from the processor that is the quickest at its beginning
+(`integration.gpu.processors`): on a shared host they take the same from turn to turn then.
+
 A plan is YAML: a list of waves, each a list of engines with ``configuration``
 (MODEL:BACKEND[:MODE[:PRECISION]], profiled into the database before if it is to be fitted),
 ``turns`` and ``workloads``. With two devices run a plan on each (`CUDA_VISIBLE_DEVICES`).
@@ -35,10 +38,12 @@ from dooly_backend.config import RunOptions
 from dooly_backend.database import Database
 from dooly_backend.engines import Engine
 from integration.gpu import launching
+from integration.gpu.processors import ANYWHERE, Where, held_if
 from integration.gpu.step_costs import host_of, measure, measure_held_out, options_of
 from integration.gpu.workers import Wave, ready
 
 Turn = Literal["steps", "held-out", "serve", "batches", "launches"]
+HOLD = "The launching thread alone on the quickest processor, chosen ahead of every turn."
 _LEAST_SECONDS = 60  # an engine takes about that long to start
 
 
@@ -93,6 +98,7 @@ def _settings(function: Any) -> Any:
         click.option("--max-num-seqs", default=256, show_default=True),
         click.option("--max-num-batched-tokens", default=8192, show_default=True),
         click.option("--threads", type=int, help="Of an engine on a CPU."),
+        click.option("--hold/--no-hold", default=False, help=HOLD),
     ):
         function = option(function)
     return function
@@ -108,7 +114,11 @@ def run_all(plan: Path, budget: float, out: Path, **settings: Any) -> None:
     out.mkdir(parents=True, exist_ok=True)
     options = ["--out", str(out)]
     for name, value in settings.items():
-        options += [] if value is None else [f"--{name.replace('_', '-')}", str(value)]
+        option = name.replace("_", "-")
+        if isinstance(value, bool):
+            options += [f"--{option}"] if value else []
+        else:
+            options += [] if value is None else [f"--{option}", str(value)]
     end = time.monotonic() + budget
     failed = False
     for planned, code in codes(waves, options, end):
@@ -167,6 +177,7 @@ def one(
     db: Path,
     out: Path,
     layers: int | None,
+    hold: bool,
     **limits: Any,
 ) -> None:
     """One engine: wait until the device is free, then for each turn."""
@@ -182,12 +193,15 @@ def one(
         for turn in turns:
             ready()
             start = time.monotonic()
-            told = take(turn, done.get(turn, 0), engine, planned, options, db, out)
+            with held_if(hold) as where:
+                told = take(turn, done.get(turn, 0), engine, planned, options, db, out, where)
             done[turn] = done.get(turn, 0) + 1
             seconds = round(time.monotonic() - start, 1)
-            click.echo(json.dumps({**told, "turn": turn, "seconds": seconds}), err=True)
+            click.echo(
+                json.dumps({**told, **where.about, "turn": turn, "seconds": seconds}), err=True
+            )
     if "steps" in turns:
-        with Database.open(db) as database:
+        with Database.open(db) as database, held_if(hold):
             host_of(engine, database)
 
 
@@ -199,6 +213,7 @@ def take(
     options: RunOptions,
     db: Path,
     out: Path,
+    where: Where = ANYWHERE,
 ) -> dict[str, Any]:
     """Take a turn, the `times`-th of its kind from 0; what it did."""
     from integration.per_batch import measure as batches
@@ -209,7 +224,7 @@ def take(
     if turn == "held-out":
         return measure_held_out(engine, planned.configuration, options, out)
     if turn == "serve":
-        return {"runs": list(serve(engine, planned, times, out))}
+        return {"runs": list(serve(engine, planned, times, out, where))}
     if turn == "launches":
         who = {"configuration": planned.configuration, "round": times}
         path = out / f"launches-{planned.name}.jsonl"
@@ -228,7 +243,9 @@ def take(
     }
 
 
-def serve(engine: Engine, planned: Planned, times: int, out: Path) -> Iterator[dict[str, Any]]:
+def serve(
+    engine: Engine, planned: Planned, times: int, out: Path, where: Where = ANYWHERE
+) -> Iterator[dict[str, Any]]:
     """Serve the workloads that have no file of this round yet; what each run was."""
     from dooly_backend.engines.vllm_serving import VllmServer
     from dooly_backend.simulation import live
@@ -244,8 +261,9 @@ def serve(engine: Engine, planned: Planned, times: int, out: Path) -> Iterator[d
             workload = load_workload(text)
             if not times:
                 live.warm_up(server, workload.build())
+            where.spread()
             run = live.serve(server, workload.build(), concurrency=workload.concurrency)
-            run.about.update(workload=text)
+            run.about.update(workload=text, **where.about)
             save_run(run, path)
             yield {"file": path.name, "workload": text, **summary(run)}
 

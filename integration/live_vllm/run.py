@@ -42,6 +42,8 @@ import click
 @click.option("--threads", type=int, help="Of a CPU engine.")
 @click.option("--by-step", is_flag=True, help="arrival_s counts steps: a run without a clock.")
 @click.option("--warm-up/--no-warm-up", default=True, show_default=True)
+@click.option("--warm-up-sizes", is_flag=True, help="With prompts of all sizes, too.")
+@click.option("--hold", is_flag=True, help="The launching thread on the quickest processor.")
 @click.option("--repeats", default=1, show_default=True, help="Runs of each workload.")
 @click.option("--wait", is_flag=True, help="Start the engine, then wait for a line on stdin.")
 def main(
@@ -51,6 +53,8 @@ def main(
     sync: bool | None,
     by_step: bool,
     warm_up: bool,
+    warm_up_sizes: bool,
+    hold: bool,
     repeats: int,
     wait: bool,
     tp: int,
@@ -65,6 +69,7 @@ def main(
     from dooly_backend.simulation import live
     from dooly_backend.simulation.run_file import save_run
     from dooly_backend.simulation.workload import load_workload
+    from integration.gpu.processors import held_if
     from integration.gpu.workers import ready
 
     options = ServingOptions(
@@ -83,17 +88,20 @@ def main(
         click.echo(f"booted in {time.monotonic() - began:.0f} s: {server.limits}", err=True)
         if wait:
             ready()
-        if warm_up:
+        if warm_up or warm_up_sizes:
             began = time.monotonic()
-            for workload in described:
+            if warm_up_sizes:
+                live.warm_up_sizes(server)
+            for workload in described if warm_up else ():
                 live.warm_up(server, workload.build())
             click.echo(f"warmed up in {time.monotonic() - began:.0f} s", err=True)
         runs = [(w, text) for w, text in zip(described, workloads, strict=True)] * repeats
         for number, (workload, text) in enumerate(runs):
-            run = live.serve(
-                server, workload.build(), by_step=by_step, concurrency=workload.concurrency
-            )
-            run.about.update(workload=text)
+            with held_if(hold) as where:
+                run = live.serve(
+                    server, workload.build(), by_step=by_step, concurrency=workload.concurrency
+                )
+            run.about.update(workload=text, **where.about)
             path = out if len(runs) == 1 else numbered(out, number)
             save_run(run, path)
             click.echo(json.dumps({"file": str(path), "workload": text, **summary(run)}))
