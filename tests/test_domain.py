@@ -11,6 +11,7 @@ from dooly_backend.regression.batches import BatchArray
 from dooly_backend.regression.domain import Domain, domain_of
 from dooly_backend.regression.features import features_of, matrix
 from dooly_backend.regression.fitting import fit_signature, training_of
+from dooly_backend.regression.scalar import compiled
 from dooly_backend.workload import Batch
 
 COMPOSED = ("2x512+0", "1x512+0,4x1+512", "3x1+512,1x1+2048")
@@ -46,14 +47,15 @@ def rows(*texts: str) -> np.ndarray:
 def test_what_lies_outside(text: str, outside: bool) -> None:
     row = rows(text)
     assert domain().outside(row).tolist() == [outside]
-    assert domain().is_outside(row[0].tolist()) is outside
+    assert compiled(domain().write_outside)(row[0].tolist()) is outside
 
 
 def test_compositions_that_were_not_measured_are_unfamiliar() -> None:
     every = rows("1x512+0", "8x1+512", *COMPOSED)
     plain = domain()
     assert plain.unfamiliar(every).tolist() == [False, False, True, True, True]
-    assert [plain.is_unfamiliar(row) for row in every.tolist()] == plain.unfamiliar(every).tolist()
+    is_unfamiliar = compiled(plain.write_unfamiliar)
+    assert [is_unfamiliar(row) for row in every.tolist()] == plain.unfamiliar(every).tolist()
     assert not plain.outside(every).any()
     assert not domain(*COMPOSED).unfamiliar(every).any()
 
@@ -61,7 +63,7 @@ def test_compositions_that_were_not_measured_are_unfamiliar() -> None:
 def test_they_are_less_sure() -> None:
     predictor = fit_signature(ATTENTION, OF_KIND[ATTENTION]).predictor
     prediction = predictor.predict_batches([Batch.parse(COMPOSED[0])])
-    alike = predictor._interval.one(float(prediction.us[0]), False, composition=1)
+    (alike,) = predictor._interval.many(prediction.us, False, False, np.array([1]))
     width = np.log(prediction.high_us / prediction.us)[0]
     assert width == pytest.approx(1.5 * alike)
     assert width > 0

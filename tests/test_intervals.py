@@ -16,6 +16,7 @@ from dooly_backend.regression.intervals import (
     conformal_quantile,
 )
 from dooly_backend.regression.prediction import Prediction
+from dooly_backend.regression.scalar import Code, compiled
 from dooly_backend.workload import Batch
 
 
@@ -168,6 +169,18 @@ def test_a_constant_is_as_sure_as_its_samples() -> None:
     assert not prediction.extrapolated
 
 
+def half(
+    interval: Interval, place: float, outside: bool, unfamiliar: bool, composition: int
+) -> float:
+    """What the interval writes for one row."""
+
+    def write(code: Code) -> str:
+        arguments = [code.feature(i) for i in range(4)]
+        return interval.write(code, *arguments)
+
+    return compiled(write)([place, outside, unfamiliar, composition])
+
+
 def test_one_and_many_agree() -> None:
     errors = np.linspace(0.01, 0.2, 30)
     interval = Interval(fitted_alone(np.arange(30.0), errors, *([0, 2, 4] * 10)))
@@ -176,7 +189,7 @@ def test_one_and_many_agree() -> None:
     compositions = np.array([0, 4, 4, 1, 4, 2])  # none of 1 was held out
     many = interval.many(places, outside, ~outside, compositions)
     rows = zip(places.tolist(), outside.tolist(), compositions.tolist(), strict=True)
-    np.testing.assert_allclose([interval.one(p, o, not o, c) for p, o, c in rows], many)
+    np.testing.assert_allclose([half(interval, p, o, not o, c) for p, o, c in rows], many)
     assert many[1] < many[2] < many[4]
 
 
@@ -189,7 +202,7 @@ def test_one_and_many_batches_agree() -> None:
     np.testing.assert_allclose([each.high_us for each in alone], together.high_us)
     codes = predictor._composer.many(rows).tolist()
     assert [COMPOSITIONS[code] for code in codes] == list(COMPOSITIONS)
-    assert [predictor._composer.one(row) for row in rows.tolist()] == codes
+    assert list(map(compiled(predictor._composer.write), rows.tolist())) == codes
 
 
 TABLE = {"places": [1.0, 2.0], "half": [0.1, 0.1]}
@@ -217,7 +230,7 @@ def test_damaged_intervals_are_refused(changed: dict) -> None:
 
 def test_intervals_of_older_bundles_have_one_table() -> None:
     interval = Interval({**TABLE, "half": [0.1, 0.3], "outside": 0.0})
-    assert interval.one(1.5, False, composition=4) == pytest.approx(0.2)
+    assert half(interval, 1.5, False, False, 4) == pytest.approx(0.2)
     assert interval.many(np.array([1.5]), False, False, np.array([4])) == pytest.approx(0.2)
 
 

@@ -12,7 +12,9 @@ from sample_records import at
 from dooly_backend.database.records import Signature
 from dooly_backend.regression.features import facts_of
 from dooly_backend.regression.fitting import fit_signature
+from dooly_backend.regression.scalar import compiled
 from dooly_backend.regression.switch import Switched
+from dooly_backend.regression.tables import Constant
 from dooly_backend.regression.waves import Waves, best_width, pieces
 from dooly_backend.workload import Batch
 
@@ -106,7 +108,7 @@ def test_heads_are_read_off_the_signature() -> None:
 def test_parameters_that_no_fit_has_made() -> None:
     good = {"blocks": "b", "work": "w", "per": "p", "width": 132.0, "each": 1.0, "of_work": 0.5}
     good |= {"divided": False}
-    assert Waves(good, ("b", "w", "p")).one([133.0, 6.0, 3.0]) == 2 * (1.0 + 0.5 * 2.0)
+    assert compiled(Waves(good, ("b", "w", "p")).write)([133.0, 6.0, 3.0]) == 2 * (1.0 + 0.5 * 2.0)
     for wrong in ({"width": 0.0}, {"each": -1.0}, {"of_work": float("-inf")}):
         with pytest.raises(ValueError, match="waves need"):
             Waves(good | wrong, ("b", "w", "p"))
@@ -151,16 +153,6 @@ def test_few_points_have_no_width() -> None:
 
 
 def test_a_side_is_chosen_row_by_row() -> None:
-    class Constant(Waves):
-        def __init__(self, us: float) -> None:
-            self.us = us
-
-        def many(self, rows: np.ndarray) -> np.ndarray:
-            return np.full(len(rows), self.us)
-
-        def one(self, row: object) -> float:
-            return self.us
-
-    switched = Switched(0, 16.0, Constant(1.0), Constant(2.0))  # type: ignore[arg-type]
+    switched = Switched(0, 16.0, Constant(1.0), Constant(2.0))
     assert switched.many(np.array([[16.0], [17.0], [3.0]])).tolist() == [1.0, 2.0, 1.0]
     assert [switched.one([n]) for n in (16.0, 16.5)] == [1.0, 2.0]

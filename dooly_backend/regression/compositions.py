@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dooly_backend.regression.batches import Floats
+from dooly_backend.regression.scalar import Code
 from dooly_backend.workload import PointKind
 
 #: In the order of their codes.
@@ -33,11 +34,15 @@ class Composer:
         several, uneven = prefills > 1, unevenness > 1
         return np.where(prefills > 0, np.where(decodes > 0, 4, several), 2 + uneven)
 
-    def one(self, row: Sequence[float]) -> int:
-        """The same for one row."""
+    def write(self, code: Code) -> str:
+        """The same of one row, as lines; the name of the result."""
         if self._columns is None:
-            return 0
-        prefills, decodes, unevenness = self._columns
-        if row[prefills] > 0:
-            return 4 if row[decodes] > 0 else int(row[prefills] > 1)
-        return 3 if row[unevenness] > 1 else 2
+            return "0"
+        prefills, decodes, unevenness = map(code.feature, self._columns)
+        composition = code.name()
+        with code.block(f"if {prefills} > 0.0"):
+            alone = f"(1 if {prefills} > 1.0 else 0)"
+            code.line(f"{composition} = 4 if {decodes} > 0.0 else {alone}")
+        with code.block("else"):
+            code.line(f"{composition} = 3 if {unevenness} > 1.0 else 2")
+        return composition

@@ -27,6 +27,7 @@ from dooly_backend.regression.models import (
     Regressor,
     Training,
     UnfitError,
+    Written,
     floats,
     model,
 )
@@ -38,6 +39,7 @@ from dooly_backend.regression.roofline import (
     fit_trend,
     load_trend,
 )
+from dooly_backend.regression.scalar import Code, literal
 from dooly_backend.regression.switch import fit_switched, load_switched
 
 _FEWEST = 6  # points of a phase
@@ -79,9 +81,13 @@ class Process:
             return self._lattice.many(coordinates)
         return self._exact(coordinates)
 
-    def one(self, coordinates: Sequence[float]) -> float:
+    def write(self, code: Code, coordinates: Sequence[str]) -> str:
+        """The same for one place, as lines; `coordinates` are names, as is the result."""
         if self._lattice is not None:
-            return self._lattice.one(coordinates)
+            return self._lattice.write(code, coordinates)
+        return code.let(f"{code.bound(self._exact_one)}({', '.join(coordinates)})")
+
+    def _exact_one(self, *coordinates: float) -> float:
         return float(self._exact(np.array([coordinates]))[0])
 
     def _exact(self, coordinates: Floats) -> Floats:
@@ -168,11 +174,15 @@ class Coordinates:
         ]
         return np.log(np.column_stack(columns))
 
-    def one(self, row: Sequence[float]) -> list[float]:
-        return [
-            math.log((row[column] / row[per] if per is not None else row[column]) + offset)
-            for column, per, offset in self._axes
-        ]
+    def write(self, code: Code) -> list[str]:
+        """The same of one row, as lines; the names of the coordinates."""
+        names = []
+        for column, per, offset in self._axes:
+            value = code.feature(column)
+            if per is not None:
+                value += f" / {code.feature(per)}"
+            names.append(code.once(f"log({value} + {literal(offset)})"))
+        return names
 
 
 # -- the regressor --------------------------------------------------------------
@@ -246,7 +256,7 @@ def _load_phase(parameters: Parameters, phase: Phase, features: tuple[str, ...])
     return PhasePart(times, phase, features)
 
 
-class _CorrectedTrend(Predictor):
+class _CorrectedTrend(Written):
     def __init__(self, parameters: Parameters, phase: Phase, features: tuple[str, ...]) -> None:
         self._trend = load_trend(parameters["trend"], features)
         self._process = Process(parameters["process"])
@@ -255,8 +265,9 @@ class _CorrectedTrend(Predictor):
     def many(self, rows: Floats) -> Floats:
         return self._trend.many(rows) * np.exp(self._process.many(self._coordinates.many(rows)))
 
-    def one(self, row: Sequence[float]) -> float:
-        return self._trend.one(row) * math.exp(self._process.one(self._coordinates.one(row)))
+    def write(self, code: Code) -> str:
+        left = self._process.write(code, self._coordinates.write(code))
+        return code.let(f"{self._trend.write(code)} * exp({left})")
 
 
 # -- mixed batches --------------------------------------------------------------
@@ -346,8 +357,7 @@ class _Mixed(PhasePredictor):
             us[both] *= np.exp(self._process.many(self._place.many(rows[both])))
         return us
 
-    def one(self, row: Sequence[float]) -> float:
-        us = super().one(row)
-        if row[self._columns[0]] > 0 and row[self._columns[1]] > 0:
-            us *= math.exp(self._process.one(self._place.one(row)))
-        return us
+    def _write_both(self, code: Code, one: PhasePart, other: PhasePart) -> str:
+        place = self._place.write(code)  # before the phases, which share them
+        us = super()._write_both(code, one, other)
+        return code.let(f"{us} * exp({self._process.write(code, place)})")

@@ -8,6 +8,7 @@ together then, which is less sure.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from dooly_backend.errors import InputError
 from dooly_backend.regression.batches import Floats
 from dooly_backend.regression.models import Training
+from dooly_backend.regression.scalar import Code, literal
 from dooly_backend.workload import PointKind
 
 #: By kind: the parts of a batch, the feature that tells whether it has one (None: always),
@@ -85,15 +87,13 @@ class Domain:
             result |= composed
         return result
 
-    def is_unfamiliar(self, row: Sequence[float]) -> bool:
-        """The same for one row."""
-        for tests in self._unmeasured:
-            for at, above in tests:
-                if row[at] <= above:
-                    break
-            else:
-                return True
-        return False
+    def write_unfamiliar(self, code: Code) -> str:
+        """The same of one row, as lines; the name of the result, or ``False``."""
+        composed = [
+            " and ".join(f"{code.feature(at)} > {literal(above)}" for at, above in tests)
+            for tests in self._unmeasured
+        ]
+        return code.let(" or ".join(composed)) if composed else "False"
 
     def outside(self, rows: Floats) -> NDArray[np.bool_]:
         """Of each row, whether it extrapolates. Raises InputError for a part never measured."""
@@ -108,17 +108,21 @@ class Domain:
             result |= outside if part_of is None else outside & (rows[:, part_of] > 0)
         return result
 
-    def is_outside(self, row: Sequence[float]) -> bool:
-        """The same for one row."""
+    def write_outside(self, code: Code) -> str:
+        """The same of one row, as lines; the name of the result."""
         for part, column in self._missing:
-            if row[column] > 0:
-                raise _unmeasured(part)
+            error = code.bound(partial(_unmeasured, part))
+            with code.block(f"if {code.feature(column)} > 0.0"):
+                code.line(f"raise {error}()")
+        beyond = []
         for present, limits in self._boxes:
-            if present is None or row[present] > 0:
-                for at, low, high in limits:
-                    if not low <= row[at] <= high:
-                        return True
-        return False
+            inside = " and ".join(
+                f"{literal(low)} <= {code.feature(at)} <= {literal(high)}"
+                for at, low, high in limits
+            )
+            there = f"{code.feature(present)} > 0.0 and " if present is not None else ""
+            beyond.append(f"{there}not ({inside})")
+        return code.let(" or ".join(beyond) if beyond else "False")
 
 
 def domain_of(data: Training) -> dict[str, Any]:

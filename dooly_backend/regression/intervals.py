@@ -27,6 +27,7 @@ import numpy as np
 from dooly_backend.regression.batches import Floats
 from dooly_backend.regression.compositions import COMPOSITIONS
 from dooly_backend.regression.models import Parameters, floats
+from dooly_backend.regression.scalar import Code, literal
 
 LEVEL = 0.9
 _KNOTS = 24
@@ -85,18 +86,10 @@ class _Table:
             raise ValueError("an interval needs a half-width for each of its places")
         if (np.diff(self.places) <= 0).any() or (self.half < 0).any():
             raise ValueError("an interval needs rising places, and no half-width below 0")
-        self._lists = self.places.tolist(), self.half.tolist()
+        self.lists = self.places.tolist(), self.half.tolist()
 
     def many(self, places: Floats) -> Floats:
         return np.interp(places, self.places, self.half)
-
-    def one(self, place: float) -> float:
-        places, values = self._lists
-        index = bisect_left(places, place)
-        if index == 0 or index == len(places):
-            return values[min(index, len(places) - 1)]
-        share = (place - places[index - 1]) / (places[index] - places[index - 1])
-        return values[index - 1] + share * (values[index] - values[index - 1])
 
 
 class Interval:
@@ -132,13 +125,27 @@ class Interval:
         half = np.where(unfamiliar, half * _UNFAMILIAR, half)
         return np.where(outside, np.maximum(half * _OUTSIDE, self._outside), half)
 
-    def one(
-        self, place: float, outside: bool, unfamiliar: bool = False, composition: int = 0
-    ) -> float:
-        half = self._tables[composition].one(place)
-        if unfamiliar:
-            half *= _UNFAMILIAR
-        return max(half * _OUTSIDE, self._outside) if outside else half
+    def write(self, code: Code, place: str, outside: str, unfamiliar: str, composition: str) -> str:
+        """The same of one place, as lines; arguments are names, as is the result."""
+        tables = code.bound([table.lists for table in self._tables])
+        places, values, index, half = (code.name() for _ in range(4))
+        code.line(f"{places}, {values} = {tables}[{composition}]")
+        code.line(f"{index} = {code.bound(bisect_left)}({places}, {place})")
+        with code.block(f"if {index} == 0"):
+            code.line(f"{half} = {values}[0]")
+        with code.block(f"elif {index} == len({places})"):
+            code.line(f"{half} = {values}[-1]")
+        with code.block("else"):
+            low, high = code.let(f"{places}[{index} - 1]"), f"{places}[{index}]"
+            start, end = code.let(f"{values}[{index} - 1]"), f"{values}[{index}]"
+            share = f"({place} - {low}) / ({high} - {low})"
+            code.line(f"{half} = {start} + {share} * ({end} - {start})")
+        if unfamiliar != "False":
+            with code.block(f"if {unfamiliar}"):
+                code.line(f"{half} *= {_UNFAMILIAR}")
+        with code.block(f"if {outside}"):
+            code.line(f"{half} = max({half} * {_OUTSIDE}, {literal(self._outside)})")
+        return half
 
 
 def places_of(rows: Floats, us: Floats) -> Floats:

@@ -16,6 +16,7 @@ import numpy as np
 
 from dooly_backend.regression.batches import Floats
 from dooly_backend.regression.models import Parameters, Training
+from dooly_backend.regression.scalar import Code, literal
 
 _FEWEST = 3  # measured batches with both phases
 _SHARES = np.linspace(0.0, 1.0, 21)
@@ -45,12 +46,21 @@ class Joint:
         together = longer + self.share * np.maximum(shorter - self.launch, 0.0)
         return np.where(both, np.maximum(together, self.chain * longest), longer)
 
-    def one(self, one: float, other: float, longest: float) -> float:
-        """The same for one batch."""
-        if not one or not other:
-            return one or other
-        longer, shorter = (one, other) if one > other else (other, one)
-        return max(longer + self.share * max(shorter - self.launch, 0.0), self.chain * longest)
+    def write(self, code: Code, one: str, other: str, longest: str) -> str:
+        """The same for one batch, as lines; arguments are names, as is the result."""
+        us, beyond = code.name(), code.name()
+        launch = literal(self.launch)
+        with code.block(f"if {one} > {other}"):
+            code.line(f"{us} = {one}; {beyond} = {other} - {launch}")
+        with code.block("else"):
+            code.line(f"{us} = {other}; {beyond} = {one} - {launch}")
+        with code.block(f"if {beyond} > 0.0"):
+            code.line(f"{us} += {literal(self.share)} * {beyond}")
+        if self.chain:
+            bound = code.let(f"{literal(self.chain)} * {longest}")
+            with code.block(f"if {bound} > {us} and {one} > 0.0 and {other} > 0.0"):
+                code.line(f"{us} = {bound}")
+        return us
 
     @property
     def parameters(self) -> dict[str, float]:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from dooly_backend.regression.batches import Floats
+from dooly_backend.regression.scalar import Code, literal
 
 MOST_AXES = 3
 _KNOTS = {1: 257, 2: 65, 3: 25}  # at the most, along each axis
@@ -69,30 +70,34 @@ class Lattice:
             total += weight * self._values[at + offset]
         return total
 
-    def one(self, coordinates: Sequence[float]) -> float:
-        at = 0
-        inside: list[tuple[float, int]] = []
+    def write(self, code: Code, coordinates: Sequence[str]) -> str:
+        """The same for one place, as lines; `coordinates` are names, as is the result."""
+        if not self._grid:
+            return literal(self._list[0])
+        values = code.bound(self._list)
+        at: list[str] = []
+        shares: list[str] = []
         for column, low, scale, last, stride in self._grid:
-            place = (coordinates[column] - low) * scale
-            if place <= 0.0:
-                continue
-            cell = int(place)
-            if cell > last:
-                at += (last + 1) * stride
-            else:
-                at += cell * stride
-                inside.append((place - cell, stride))
-        return _between(self._list, at, inside)
+            share, cell = code.name(), code.name()
+            place = code.let(f"({coordinates[column]} - {literal(low)}) * {literal(scale)}")
+            with code.block(f"if {place} <= 0.0"):
+                code.line(f"{share} = 0.0; {cell} = 0")
+            with code.block("else"):
+                code.line(f"{cell} = trunc({place})")
+                with code.block(f"if {cell} > {last}"):
+                    code.line(f"{share} = 1.0; {cell} = {last}")
+                with code.block("else"):
+                    code.line(f"{share} = {place} - {cell}")
+            at.append(f"{cell} * {stride}" if stride > 1 else cell)
+            shares.append(share)
+        first = code.let(" + ".join(at))
 
+        def between(axis: int, offset: int) -> str:
+            """Along this axis between the values along the later ones."""
+            if axis == len(shares):
+                return code.let(f"{values}[{first} + {offset}]" if offset else f"{values}[{first}]")
+            low = between(axis + 1, offset)
+            high = between(axis + 1, offset + self._grid[axis][4])
+            return code.let(f"{low} + {shares[axis]} * ({high} - {low})")
 
-def _between(values: list[float], at: int, inside: list[tuple[float, int]]) -> float:
-    """Along the first axis of `inside` between the values along the others."""
-    if not inside:
-        return values[at]
-    if len(inside) == 1:
-        share, stride = inside[0]
-        low = values[at]
-        return low + share * (values[at + stride] - low)
-    (share, stride), rest = inside[0], inside[1:]
-    low = _between(values, at, rest)
-    return low + share * (_between(values, at + stride, rest) - low)
+        return between(0, 0)

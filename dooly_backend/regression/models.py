@@ -22,6 +22,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from importlib import metadata
 from typing import Any
 
@@ -29,6 +30,7 @@ import numpy as np
 
 from dooly_backend.errors import InputError
 from dooly_backend.regression.batches import Floats
+from dooly_backend.regression.scalar import Code, One, compiled
 from dooly_backend.workload import PointKind
 
 GROUP = "dooly.regression"
@@ -76,6 +78,28 @@ class Predictor(ABC):
     def one(self, row: Sequence[float]) -> float:
         """The same for a single row; overridden where that is quicker."""
         return float(self.many(np.array([row], dtype=np.float64))[0])
+
+    def write(self, code: Code) -> str:
+        """Lines that work the same out, and the name of the result; `Written` ones have them."""
+        return code.let(f"{code.bound(self.one)}(row)")
+
+
+class Written(Predictor):
+    """A predictor whose times of one row are worked out by lines that it writes (scalar.py)."""
+
+    @abstractmethod
+    def write(self, code: Code) -> str:
+        """Lines that work out the time of one row, and the name of the result."""
+
+    def one(self, row: Sequence[float]) -> float:
+        return self._one(row)
+
+    @cached_property
+    def _one(self) -> One:
+        return compiled(self.write)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: each for name, each in self.__dict__.items() if name != "_one"}
 
 
 class Regressor(ABC):

@@ -27,10 +27,12 @@ from dooly_backend.regression.models import (
     Regressor,
     Training,
     UnfitError,
+    Written,
     floats,
     model,
 )
 from dooly_backend.regression.phases import Phase, phases_of, present, pure
+from dooly_backend.regression.scalar import Code, literal
 from dooly_backend.regression.switch import Errors, fit_switched, load_switched
 from dooly_backend.regression.waves import Waves, best_width
 from dooly_backend.regression.waves import columns as columns_of_waves
@@ -44,7 +46,7 @@ _DIVIDED = 0.75  # of the squared error: a rule of one library's must explain mo
 # -- one phase ------------------------------------------------------------------
 
 
-class Trend(Predictor):
+class Trend(Written):
     """A launch and a sum of terms: ``coefficient * clip(feature - low, 0, high - low)``.
 
     And what waves of thread blocks take, where they count.
@@ -70,13 +72,14 @@ class Trend(Predictor):
             us += coefficient * np.clip(rows[:, column] - low, 0.0, width)
         return us if self._waves is None else us + self._waves.many(rows)
 
-    def one(self, row: Sequence[float]) -> float:
-        us = self.launch
+    def write(self, code: Code) -> str:
+        us = code.let(literal(self.launch))
         for column, low, width, coefficient in self._terms:
-            over = row[column] - low
-            if over > 0:
-                us += coefficient * (width if over > width else over)
-        return us if self._waves is None else us + self._waves.one(row)
+            over = code.once(f"{code.feature(column)} - {literal(low)}")
+            some = f"({literal(width)} if {over} > {literal(width)} else {over})"
+            with code.block(f"if {over} > 0.0"):
+                code.line(f"{us} += {literal(coefficient)} * {some}")
+        return us if self._waves is None else code.let(f"{us} + {self._waves.write(code)}")
 
 
 #: In place of infinity, which JSON does not have.
@@ -265,7 +268,7 @@ def _phase_times(trend: Predictor, data: Training, phase: Phase) -> Floats:
     return np.where(present(data, phase), trend.many(data.rows), 0.0)
 
 
-class PhasePart(Predictor):
+class PhasePart(Written):
     """One phase: 0 where a batch does not have it."""
 
     def __init__(self, times: Predictor, phase: Phase, features: tuple[str, ...]) -> None:
@@ -275,11 +278,11 @@ class PhasePart(Predictor):
     def many(self, rows: Floats) -> Floats:
         return self._times.many(rows)
 
-    def one(self, row: Sequence[float]) -> float:
-        return self._times.one(row)
+    def write(self, code: Code) -> str:
+        return self._times.write(code)
 
 
-class PhasePredictor(Predictor):
+class PhasePredictor(Written):
     """The phases of a batch together."""
 
     def __init__(
@@ -309,12 +312,25 @@ class PhasePredictor(Predictor):
             us[some] = part.many(rows[some])
         return us
 
-    def one(self, row: Sequence[float]) -> float:
+    def write(self, code: Code) -> str:
         if self._joint is None:
-            return self._parts[0].one(row)
-        us = 0.0
-        for part in self._parts:
-            assert part.column is not None
-            if row[part.column] > 0:
-                us = self._joint.one(us, part.one(row), row[self._longest])
+            return self._parts[0].write(code)
+        us = code.let("0.0")
+        columns = [part.column for part in self._parts]
+        has = [f"{code.feature(column)} > 0.0" for column in columns if column is not None]
+        head = "if"
+        if len(has) > 1:
+            with code.block(f"if {' and '.join(has)}"):
+                code.line(f"{us} = {self._write_both(code, *self._parts)}")
+            head = "elif"
+        for part, is_there in zip(self._parts, has, strict=True):
+            with code.block(f"{head} {is_there}"):
+                code.line(f"{us} = {part.write(code)}")
+            head = "elif"
         return us
+
+    def _write_both(self, code: Code, one: PhasePart, other: PhasePart) -> str:
+        """Lines for a batch with both phases."""
+        assert self._joint is not None
+        times = one.write(code), other.write(code)
+        return self._joint.write(code, *times, code.feature(self._longest))

@@ -8,14 +8,15 @@ switch lies is found by what was measured.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from dooly_backend.regression.batches import Floats
-from dooly_backend.regression.models import Parameters, Predictor, Training
+from dooly_backend.regression.models import Parameters, Predictor, Training, Written
+from dooly_backend.regression.scalar import Code, literal
 
 _GAIN = 0.7  # of the squared error of one trend; two are worth their parameters below that
 _SMALL = 0.01  # a mean relative error of one trend that needs no second one
@@ -87,7 +88,7 @@ def best_place(data: Training, feature: str, errors: Errors) -> float | None:
     return best if sum(errors.of_all(data.only(side)) for side in sides) < _GAIN * of_one else None
 
 
-class Switched(Predictor):
+class Switched(Written):
     """One of two predictors of a phase, by a feature of the batch."""
 
     def __init__(self, column: int, at: float, below: Predictor, above: Predictor) -> None:
@@ -105,8 +106,13 @@ class Switched(Predictor):
         us[~is_below] = self._above.many(rows[~is_below])
         return us
 
-    def one(self, row: Sequence[float]) -> float:
-        return (self._below if row[self._column] <= self._at else self._above).one(row)
+    def write(self, code: Code) -> str:
+        us = code.name()
+        with code.block(f"if {code.feature(self._column)} <= {literal(self._at)}"):
+            code.line(f"{us} = {self._below.write(code)}")
+        with code.block("else"):
+            code.line(f"{us} = {self._above.write(code)}")
+        return us
 
 
 def load_switched(

@@ -24,6 +24,7 @@ import numpy as np
 
 from dooly_backend.regression.batches import Floats, Integers
 from dooly_backend.regression.models import Parameters
+from dooly_backend.regression.scalar import Code, literal
 
 #: Widths that are tried: from 64 processors to 160 that hold four blocks each.
 WIDTHS = (*range(64, 324, 4), *range(328, 648, 8))
@@ -79,13 +80,23 @@ class Waves:
         )
         return self._each * number + self._of_work * of_work
 
-    def one(self, row: Sequence[float]) -> float:
-        blocks, work = row[self._blocks], row[self._work] / max(row[self._per], 1.0)
-        if self._pieces is not None and blocks < len(self._pieces):
-            parts = float(self._pieces[int(blocks), min(int(-(-work // _PIECE)), _PIECES)])
-            blocks, work = blocks * parts, work / parts
-        number = -(-blocks // self._width)
-        return float(number * (self._each + self._of_work * work))
+    def write(self, code: Code) -> str:
+        """The same of one row, as lines; the name of the result."""
+        per = code.feature(self._per)
+        blocks = code.let(code.feature(self._blocks))
+        work = code.let(f"{code.feature(self._work)} / ({per} if {per} > 1.0 else 1.0)")
+        if self._pieces is not None:
+            table = code.bound(self._pieces.tolist())
+            with code.block(f"if {blocks} < {len(self._pieces)}"):
+                most = code.let(f"trunc(-(-{work} // {_PIECE}))")
+                parts = code.let(
+                    f"{table}[trunc({blocks})][{most} if {most} < {_PIECES} else {_PIECES}]"
+                )
+                code.line(f"{blocks} *= {parts}")
+                code.line(f"{work} /= {parts}")
+        number = f"-(-{blocks} // {literal(self._width)})"
+        each = f"{literal(self._each)} + {literal(self._of_work)} * {work}"
+        return code.let(f"{number} * ({each})")
 
 
 def columns(
