@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
 from dooly_backend.engines.base import copied, hooks
 from dooly_backend.engines.paths import ModuleStack
 from dooly_backend.engines.vllm import VllmEngine
@@ -18,9 +16,9 @@ LAYERS = 3  # of the session's engine
 #: The matrix product of a linear layer in float32, the session's dtype; it writes to an argument.
 MATRIX_PRODUCT = "_C::onednn_mm.default"
 #: And in bf16: vLLM's CPU build gives it to oneDNN where the processor has AVX-512, and to torch
-#: where it has not (as `vllm/platforms/cpu.py` asks).
-WITH_ONEDNN = torch.cpu._is_avx512_supported()
-BF16_MATRIX_PRODUCT = MATRIX_PRODUCT if WITH_ONEDNN else "aten::linear.default"
+#: where it has not (as `vllm/platforms/cpu.py` asks); with AMX small weights get a kernel of
+#: their own (`dispatch_cpu_unquantized_gemm`), which writes to an argument, too.
+BF16_MATRIX_PRODUCTS = (MATRIX_PRODUCT, "aten::linear.default", "_C::weight_packed_linear.default")
 ATTENTION = tuple(f"model.layers.{i}.self_attn.attn" for i in range(LAYERS))
 
 

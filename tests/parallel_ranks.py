@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from engine_helpers import BF16_MATRIX_PRODUCT
+from engine_helpers import BF16_MATRIX_PRODUCTS
 
 from dooly_backend.config import ModelDescription, RunOptions
 from dooly_backend.engines import Engine, boot
@@ -62,7 +62,7 @@ def facts(options: RunOptions) -> dict[str, Any]:
             "outputs": {  # columns of every linear layer
                 op.path: (op.outputs or op.inputs)[0].dims[-1].size  # oneDNN's writes to an input
                 for op in trace.operations
-                if op.name == BF16_MATRIX_PRODUCT
+                if op.name in BF16_MATRIX_PRODUCTS
             },
             "collectives": Counter(text(op) for op in trace.operations if is_collective(op)),
             "timed": sorted(

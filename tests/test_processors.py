@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from integration.gpu import processors
-from integration.gpu.processors import alone_on, held_if, quickest, siblings, speeds
+from integration.gpu.processors import held_if, holding, quickest, siblings, speeds
 
 
 def affinity_of(thread: threading.Thread) -> set[int]:
@@ -51,14 +51,15 @@ def test_others_are_kept_off_and_let_back(waiting, monkeypatch):
     monkeypatch.setattr(processors, "siblings", lambda processor: {processor})
     allowed = os.sched_getaffinity(0)
     here = min(allowed)
-    with alone_on(here) as spread:
+    with holding() as held:
+        held.hold(here)
         assert os.sched_getaffinity(0) == {here}
         assert affinity_of(waiting) == allowed - {here}
         done = threading.Event()
         late = threading.Thread(target=done.wait)
         late.start()
         assert affinity_of(late) == {here}  # inherited
-        spread()
+        held.spread()
         assert affinity_of(late) == allowed - {here}
         done.set()
         late.join()
@@ -69,7 +70,8 @@ def test_others_are_kept_off_and_let_back(waiting, monkeypatch):
 def test_without_another_core_the_others_stay(waiting, monkeypatch):
     allowed = os.sched_getaffinity(0)
     monkeypatch.setattr(processors, "siblings", lambda processor: set(allowed))
-    with alone_on(min(allowed)):
+    with holding() as held:
+        held.hold(min(allowed))
         assert affinity_of(waiting) == allowed
 
 
@@ -79,3 +81,23 @@ def test_what_is_said_of_a_held_thread():
     with held_if(True) as where:
         assert os.sched_getaffinity(0) == {where.about["held_on"]}
         assert where.about["slowest"] >= 1
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one processor")
+def test_a_held_thread_goes_to_what_is_the_quickest_by_now(waiting, monkeypatch):
+    allowed = os.sched_getaffinity(0)
+    first, *_, last = sorted(allowed)
+    taken = {first: 1.0, last: 2.0}
+    monkeypatch.setattr(processors, "speeds", lambda *_: taken)
+    monkeypatch.setattr(processors, "siblings", lambda processor: {processor})
+    with held_if(True) as where:
+        assert os.sched_getaffinity(0) == {first}
+        taken[first] = 3.0
+        where.again()
+        assert where.about == {"held_on": last, "work_us": 2, "slowest": 1.5}
+        assert os.sched_getaffinity(0) == {last}
+        assert affinity_of(waiting) == allowed - {last}
+    assert os.sched_getaffinity(0) == affinity_of(waiting) == allowed
+    with held_if(False) as where:
+        where.again()
+        assert os.sched_getaffinity(0) == allowed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,6 +50,9 @@ class Layer(torch.nn.Module):
         handle = Handle()
         self.multiply = lambda x: x.new_empty(handle.n)
         self.handle_of_closure = lambda: handle
+        columns, packed = 192, torch.zeros(24, 512)
+        self.sizes_of_closure = lambda: (columns, packed)
+        self.part = partial(torch.add, alpha=96)
 
 
 def engine_of(layer: Layer) -> Any:
@@ -95,11 +99,15 @@ def test_integers_are_labelled_in_place_and_put_back() -> None:
         assert layer.impl.block_size.label.name == "engine"  # type: ignore[attr-defined]
         assert layer.impl.is_causal is True
         assert layer.handle_of_closure().n.label.name == "model_config"  # type: ignore[attr-defined]
+        assert layer.sizes_of_closure()[0].label.name == "model_config"  # type: ignore[attr-defined]
+        assert layer.part.keywords["alpha"].label.name == "model_config"
         layer.calls += 1  # what the pass itself counts
     assert type(layer.hidden) is int
     assert type(layer.parts[0]) is int
     assert type(layer.impl.block_size) is int
     assert type(layer.handle_of_closure().n) is int
+    assert type(layer.sizes_of_closure()[0]) is int
+    assert type(layer.part.keywords["alpha"]) is int
     assert (type(layer.calls), layer.calls) == (int, 6)
 
 
@@ -119,6 +127,8 @@ def test_tensors_are_known_by_their_memory() -> None:
     labeller = Labeller(sources.registry, {}, sources.tensors)
     assert names(labeller, layer.kv_cache) == ["engine", "literal", "engine", "model_config"]
     assert names(labeller, layer.weight.data) == ["model_config", "model_config"]
+    assert names(labeller, layer.sizes_of_closure()[1]) == ["model_config", "model_config"]
+    assert "layer.sizes_of_closure.packed[1]" in sources.origins[Source(MODEL_CONFIG, 512)]
     assert names(labeller, engine.machinery["runner"].blocks) == ["engine", "model_config"]
     assert names(labeller, torch.zeros(48, 64)) == ["engine", "model_config"]  # by value
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
 from conftest import ROOT
 
 from dooly_backend.config import RunOptions
+from dooly_backend.engines.serving import Server
 from dooly_backend.engines.vllm import VllmEngine
+from dooly_backend.simulation import live
+from dooly_backend.simulation.records import Run, ServingRequest
 from dooly_backend.simulation.run_file import load_run
 from dooly_backend.simulation.workload import load_workload
 from dooly_backend.workload import Batch
@@ -70,6 +74,9 @@ def test_an_engines_command() -> None:
         "integration.gpu.tour one org/M-8B:FLASH_ATTN:full_graph:fp8 --db x.db "
         "--turn steps --turn serve --turn serve --workload paper-small:rate=6"
     )
+    rehearsed = planned.model_copy(update={"rehearse": 2}).command([])
+    taken = tour.one.make_context("one", [*rehearsed[2:], "--db", "x.db", "--out", "o"]).params
+    assert (taken["rehearse"], taken["turns"]) == (2, ("steps", "serve", "serve"))
 
 
 def test_turns_of_a_wave_and_the_wave_behind_it(
@@ -97,10 +104,20 @@ def test_a_wave_for_which_no_time_is_left_is_told() -> None:
 
 
 def test_an_engine_serves_between_injected_steps(
-    engine: VllmEngine, options: RunOptions, tmp_path: Path
+    engine: VllmEngine, options: RunOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = "fixed:prompt=24,output=5,requests=3,rate=50"
-    planned = Planned(configuration="m:B:eager", turns=("serve", "serve"), workloads=(text,))
+    planned = Planned(
+        configuration="m:B:eager", turns=("serve", "serve"), workloads=(text,), rehearse=1
+    )
+    served: list[float | None] = []
+    serve = live.serve
+
+    def counted(server: Server, requests: list[ServingRequest], **options: Any) -> Run:
+        served.append(requests[0].id)
+        return serve(server, requests, **options)
+
+    monkeypatch.setattr(live, "serve", counted)
     unused = tmp_path / "no.db"
     engine.step(Batch.decode(4, 50))
     for times in range(2):
@@ -110,6 +127,8 @@ def test_an_engine_serves_between_injected_steps(
     assert take("serve", 1, engine, planned, options, unused, tmp_path)["runs"] == []
     runs = [load_run(file) for file in sorted(tmp_path.glob("live-*.json.xz"))]
     assert len(runs) == 2
+    first = load_workload(text).build()[0].id
+    assert [id == first for id in served] == [False, False, True, True, True]  # warm-up, rehearsal
     for run in runs:
         assert run.about["workload"] == text
         assert run.about["layers"] == engine.num_layers

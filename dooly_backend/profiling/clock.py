@@ -3,7 +3,7 @@
 A GPU that computes long prefills without a pause draws more power than it may,
 and lowers its clock within some tens of milliseconds; while it idles or decodes few
 requests it recovers. Operations are timed with the device kept at work
-(`measure._Filler`), so what they take is right for a stream of prefills and too
+(`profiling/ahead.py`), so what they take is right for a stream of prefills and too
 long for one after a rest. This measures the way from one to the other.
 """
 

@@ -7,8 +7,6 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -16,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 from dooly_backend.database.records import Measurement
 from dooly_backend.engines import CapturedCall, Engine
 from dooly_backend.engines.base import copied, once
+from dooly_backend.profiling.ahead import Ahead, Filler
 from dooly_backend.profiling.timer import Sample, Timer, undisturbed, wall_time
-from dooly_backend.regression.clock import HEAVY_TOKENS
 from dooly_backend.workload import Batch, WorkloadPoint
 
 
@@ -30,7 +28,8 @@ class Regime:
     again, up to `rounds` times, while its median exceeds `spread` times its lower
     quartile or a sample holds launches; it is marked unstable if it stays so. A
     round has `repeats` samples of a call, or fewer, but three, of one that would
-    take longer than `budget_us` for them: long calls scatter less.
+    take longer than `budget_us` for them: long calls scatter less. `ahead` is what runs
+    ahead of a sample (`profiling/ahead.py`).
     """
 
     repeats: int = 7
@@ -39,6 +38,7 @@ class Regime:
     spread: float = 1.15
     attempts: int = 4
     budget_us: float = 3_000_000.0
+    ahead: Ahead = "product"
 
     def samples(self, call_us: float) -> int:
         """How many samples of a call that takes `call_us` a round has."""
@@ -54,13 +54,23 @@ FEWEST_SAMPLES = 3
 class Subject:
     """A call to time, the call that ran before it, and a like call with other weights.
 
-    `experts` is how many experts shall fire, where the call is a MoE layer.
+    `experts` is how many experts shall fire, where the call is a MoE layer; `between`
+    are the calls of the step from the sibling's successor to the predecessor, in order.
     """
 
     call: CapturedCall
     predecessor: CapturedCall | None
     sibling: CapturedCall | None
     experts: int | None = None
+    between: tuple[CapturedCall, ...] = ()
+
+    def lead_in(self, ahead: Ahead) -> list[CapturedCall]:
+        """What runs between the emptied caches and the call; the predecessor comes last."""
+        if ahead == "layer" and self.between:
+            calls = [self.sibling, *self.between]
+        else:
+            calls = [self.sibling, self.predecessor]
+        return [call for call in calls if call is not None]
 
 
 class _Arguments:
@@ -96,10 +106,10 @@ def measure(
 
     Keys are (signature hash, point). Times are microseconds. `calls` are all
     captured calls of the step; where it is a large one, a GPU is kept at work with
-    the heaviest of them ahead of every sample. What a subject's samples took in all,
+    them ahead of every sample. What a subject's samples took in all,
     those that are not kept included, is its measurement's `timing_us`.
     """
-    filler = _Filler(engine, timer, calls)
+    filler = Filler(engine.call, timer, calls, regime.ahead)
     arguments = {key: _Arguments(subject.call) for key, subject in subjects.items()}
     settled: dict[WorkloadPointKey, list[Sample]] = {}
     took_us = dict.fromkeys(subjects, 0.0)
@@ -114,9 +124,7 @@ def measure(
                 if len(fresh[key]) >= regime.samples(quickest.get(key, 0.0)):
                     continue
                 began = time.perf_counter_ns()
-                sample = _sample(
-                    engine, timer, subjects[key], arguments[key], regime.attempts, filler
-                )
+                sample = _sample(engine, timer, subjects[key], arguments[key], regime, filler)
                 took_us[key] += (time.perf_counter_ns() - began) / 1000
                 quickest[key] = min(sample.us, quickest.get(key, sample.us))
                 if turn >= regime.warmups:
@@ -141,58 +149,21 @@ def _faults(samples: Sequence[Sample]) -> tuple[bool, float]:
     return any(s.exposed for s in samples), spread([s.us for s in samples])
 
 
-class _Filler:
-    """The heaviest call of a large step, run again and again ahead of every sample.
-
-    A GPU lowers its clock under work that draws much power (by 13% on an H200 whose
-    steps are all prefills), and between two samples it would recover.
-    """
-
-    def __init__(self, engine: Engine, timer: Timer, calls: Sequence[CapturedCall]) -> None:
-        self._engine = engine
-        self._call = max(calls, key=_products, default=None)
-        self._repeats = 0
-        if self._call is not None and _products(self._call):
-            self._repeats = timer.repeats_until_hot(partial(engine.call, self._call))
-        self.us = timer.BUSY_US if self._repeats else 0.0
-
-    def __call__(self) -> float:
-        """How long it keeps the device busy, microseconds."""
-        if self._call is not None:
-            for _ in range(self._repeats):
-                self._engine.call(self._call)
-        return self.us
-
-
-def _products(call: CapturedCall) -> int:
-    """Multiplications of a matrix product with weights; 0 for few tokens, and for all else."""
-    tensors = [t for t in tree_leaves((call.args, dict(call.kwargs))) if _is_tensor(t)]
-    weights = [t for t in tensors if isinstance(t, torch.nn.Parameter) and t.dim() == 2]
-    if isinstance(call.target, torch.nn.Module):
-        weights += [p for p in call.target.parameters() if p.dim() >= 2]
-    rows = [t.shape[0] for t in tensors if t.dim() == 2 and not isinstance(t, torch.nn.Parameter)]
-    if not weights or not rows or rows[0] < HEAVY_TOKENS:
-        return 0
-    return int(rows[0]) * sum(weight.numel() for weight in weights)
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
-
-
 def _sample(
     engine: Engine,
     timer: Timer,
     subject: Subject,
     arguments: _Arguments,
-    attempts: int,
-    filler: _Filler,
+    regime: Regime,
+    filler: Filler,
 ) -> Sample:
     """An undisturbed call, or the quickest one when all were disturbed."""
     samples: list[Sample] = []
-    while len(samples) < attempts:
+    while len(samples) < regime.attempts:
         with engine.routed(subject.experts):
-            samples.append(_call_as_in_a_step(engine, timer, subject, arguments, filler))
+            samples.append(
+                _call_as_in_a_step(engine, timer, subject, arguments, filler, regime.ahead)
+            )
         if not samples[-1].disturbed:
             return samples[-1]
         if not timer.is_calm:
@@ -201,7 +172,12 @@ def _sample(
 
 
 def _call_as_in_a_step(
-    engine: Engine, timer: Timer, subject: Subject, arguments: _Arguments, filler: _Filler
+    engine: Engine,
+    timer: Timer,
+    subject: Subject,
+    arguments: _Arguments,
+    filler: Filler,
+    ahead: Ahead,
 ) -> Sample:
     """One timed call after what a step would have run before it."""
     if subject.sibling is None:
@@ -209,14 +185,17 @@ def _call_as_in_a_step(
         engine.call(subject.call)
     ahead_us = filler()
     timer.flush()
-    if subject.sibling is not None:
-        engine.call(subject.sibling)
-    timer.pass_by()
+    calls = subject.lead_in(ahead)
+    last = calls.pop() if subject.predecessor is not None else None
+    for call in calls:
+        engine.call(call)
+    if not subject.between or ahead == "product":
+        timer.pass_by()
     if timer.inputs_age:
         with engine.running(subject.call.context):
             arguments.restore()
-    if subject.predecessor is not None:
-        engine.call(subject.predecessor)
+    if last is not None:
+        engine.call(last)
     with engine.running(subject.call.context):
         if not timer.inputs_age:
             arguments.restore()

@@ -354,4 +354,5 @@ def subject_of(
         predecessor,
         calls[sibling] if sibling is not None else None,
         experts,
+        tuple(calls[sibling + 1 : chosen]) if sibling is not None else (),
     )

@@ -72,12 +72,13 @@ def measure_stream(
     repeats: int = REPEATS,
     progress: Progress | None = None,
     again: bool = False,
+    ahead: Callable[[], None] = lambda: None,
 ) -> Streamed:
     """Time `repeats` steps of each of `batches` that the database lacks at the engine's depth.
 
-    With `again` of all of them, and what is known gets the samples besides. Every batch is
-    committed as soon as it is measured: a run that is killed goes
-    on where it stopped.
+    With `again` of all of them, and what is known gets the samples besides. `ahead` is called
+    before every batch. Every batch is committed as soon as it is measured: a run that is
+    killed goes on where it stopped.
     """
     progress = progress or Silent()
     # On a CPU launching is computing: nothing comes before it.
@@ -89,6 +90,7 @@ def measure_stream(
     progress.phase(f"timing steps in a row, {engine.num_layers} layers", len(wanted))
     with quiet_process():
         for batch in wanted:
+            ahead()
             found = stream_step(engine, batch, repeats, alone)
             if isinstance(found, str):
                 done.reasons[batch.key] = found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -76,11 +76,37 @@ for _name in ("__neg__", "__pos__", "__abs__"):  # -(-a // b) rounds up
     setattr(LabelledInt, _name, _unary(_name))
 
 
+Holder = MutableMapping[str, Any]
+
+
+class Cells(Holder):
+    """What a function closes over, by name; it can be replaced, not added to."""
+
+    def __init__(self, function: FunctionType) -> None:
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        self._cells = {name: cell for name, cell in cells if not _is_empty(cell)}
+
+    def __getitem__(self, name: str) -> Any:
+        return self._cells[name].cell_contents
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._cells[name].cell_contents = value
+
+    def __delitem__(self, name: str) -> None:
+        raise TypeError("a function keeps what it closes over")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._cells)
+
+    def __len__(self) -> int:
+        return len(self._cells)
+
+
 @dataclass(frozen=True)
 class Slot:
     """A place that holds an integer, or a list or tuple of integers."""
 
-    owner: dict[str, Any]  # the attributes it is one of
+    owner: Holder  # the attributes it is one of, or what a function closes over
     name: str
     path: str
 
@@ -122,8 +148,12 @@ def tensors_of(owner: object, seen: set[int]) -> Iterator[tuple[str, torch.Tenso
 
 def _attributes(
     owner: object, path: str, depth: int, seen: set[int]
-) -> Iterator[tuple[dict[str, Any], str]]:
-    """Attribute dictionaries of `owner` and of the plain objects it holds, with their paths."""
+) -> Iterator[tuple[Holder, str]]:
+    """Attributes of `owner`, of the plain objects it holds and of its functions; with paths.
+
+    An engine that packs a weight keeps it and its sizes, or a handle that has them, in
+    what a function of the layer closes over.
+    """
     attributes = getattr(owner, "__dict__", None)
     if not isinstance(attributes, dict) or id(owner) in seen:
         return
@@ -133,20 +163,27 @@ def _attributes(
         return
     for name, value in list(attributes.items()):
         where = f"{path}.{name}" if path else name
+        inside = _bound(value)
+        if inside and id(value) not in seen:
+            seen.add(id(value))
+            yield inside, where
         for item in _opened(value):
             yield from _attributes(item, where, depth - 1, seen)
 
 
-def _opened(value: Any) -> Iterator[Any]:
-    """The plain objects that an attribute leads to: itself, a list's, those a function closes over.
+def _bound(value: Any) -> Holder:
+    """What a function closes over, or a partial one is given by name; empty for all else."""
+    if isinstance(value, FunctionType) and not _is_foreign(value.__module__):
+        return Cells(value)
+    return value.keywords if isinstance(value, partial) else {}
 
-    An engine that packs a weight keeps the handle, and its sizes, in a closure.
-    """
+
+def _opened(value: Any) -> Iterator[Any]:
+    """The plain objects that an attribute leads to: itself, a list's, those a function holds."""
     if isinstance(value, (list, tuple)):
         items: Iterable[Any] = value[:8]
     elif isinstance(value, FunctionType):
-        items = [cell.cell_contents for cell in value.__closure__ or () if not _is_empty(cell)]
-        items = [*items, *(value.__defaults__ or ())]
+        items = [*Cells(value).values(), *(value.__defaults__ or ())]
     elif isinstance(value, partial):
         items = [*value.args, *value.keywords.values()]
     else:
@@ -170,8 +207,12 @@ def _is_plain_object(value: Any) -> bool:
         and not callable(value)
         # The engine's validated settings are shared by everything, and size nothing directly.
         and not hasattr(kind, "__pydantic_fields__")
-        and kind.__module__.partition(".")[0] not in _FOREIGN
+        and not _is_foreign(kind.__module__)
     )
+
+
+def _is_foreign(module: str | None) -> bool:
+    return (module or "").partition(".")[0] in _FOREIGN
 
 
 def _is_size(value: Any) -> bool:

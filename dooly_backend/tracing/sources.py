@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from dooly_backend.engines import Engine
-from dooly_backend.tracing.integers import LabelledInt, slots, tensors_of
+from dooly_backend.tracing.integers import Holder, LabelledInt, slots, tensors_of
 from dooly_backend.tracing.labels import (
     ENGINE,
     MODEL_CONFIG,
@@ -47,8 +47,8 @@ class Sources:
     tensors: dict[TensorKey, Shape] = field(default_factory=dict)
     #: Of `origins`, what sizes tensors or the whole model: what a size can be known by.
     sizes: set[Source] = field(default_factory=set)
-    #: Integers to label while a pass runs: owner's attributes, name, labelled value.
-    _slots: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)
+    #: Integers to label while a pass runs: what holds it, its name there, labelled value.
+    _slots: list[tuple[Holder, str, Any]] = field(default_factory=list)
     #: Keeps the memory of `tensors` from being used for others.
     _alive: list[torch.Tensor] = field(default_factory=list)
 

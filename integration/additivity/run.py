@@ -8,7 +8,9 @@ compared is a round with the mean of the live steps around it, so that a steady
 drift of the host cancels. The calmer half of the rounds counts, by the sum of both
 sides. Nothing is fitted to the forward pass. What the whole step costs beyond its
 operations is fitted to every second batch and judged on the others, and the other
-way round. Writes additivity.csv and prints a table.
+way round. With --ahead given twice each round has the calls timed in both ways of
+`profiling/ahead.py`. Writes additivity.csv, one for each way but the usual named by
+it, and prints a table.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import get_args
 
 import click
 import pandas as pd
@@ -34,6 +37,7 @@ from dooly_backend.operations.callgraph import signatures
 from dooly_backend.operations.capture import captured
 from dooly_backend.operations.runnable import Entry, RunnableSet, resolve
 from dooly_backend.operations.tree import layer_of
+from dooly_backend.profiling.ahead import Ahead
 from dooly_backend.profiling.measure import Regime, measure, step_samples
 from dooly_backend.profiling.profiler import subject_of
 from dooly_backend.profiling.timer import Timer, quiet_process, timer_for
@@ -97,7 +101,8 @@ class Row:
     differ from the live forward pass around it, the median over the rounds. `rounds`
     are the live and isolated times of whole steps, by round. `drift` is by how many
     percent the slowest live steps between two rounds exceed the quickest, `others`
-    how many processors other processes kept busy (None where nobody tells).
+    how many processors other processes kept busy (None where nobody tells). `ahead` is
+    what ran ahead of the isolated calls.
     """
 
     batch: str
@@ -110,6 +115,7 @@ class Row:
     drift: float
     others: float | None
     rounds: tuple[tuple[float, float], ...] = ()
+    ahead: Ahead = "product"
 
 
 @dataclass(frozen=True)
@@ -121,11 +127,17 @@ class _Sums:
 
 
 def compare(
-    engine: Engine, timer: Timer, batch: Batch, signed: dict[Entry, Signature], times: int = 1
-) -> Row:
+    engine: Engine,
+    timer: Timer,
+    batch: Batch,
+    signed: dict[Entry, Signature],
+    times: int = 1,
+    ways: Sequence[Ahead] = ("product",),
+) -> list[Row]:
     """One batch: rounds of isolated calls, with live steps ahead of each and behind it.
 
-    `times` as many rounds as usual, for a host that drifts.
+    `times` as many rounds as usual, for a host that drifts. A row for each of the `ways`,
+    which take turns within each round.
     """
     rounds_of_it, repeats = GPU_ROUNDS, GPU_REPEATS
     if engine.environment.device_kind == "cpu":
@@ -135,10 +147,23 @@ def compare(
     watch = watch_for(engine.environment)
     watch.begin()
     lives = [_live(engine, timer, batch, repeats)]
-    isolated: list[_Sums] = []
+    isolated: dict[Ahead, list[_Sums]] = {way: [] for way in ways}
     for _ in range(rounds_of_it):
-        isolated.append(_isolated(engine, timer, batch, signed, repeats))
+        for way, sums in isolated.items():
+            sums.append(_isolated(engine, timer, batch, signed, repeats, way))
         lives.append(_live(engine, timer, batch, repeats))
+    others = watch.end().others
+    return [_row(batch, lives, sums, others, way) for way, sums in isolated.items()]
+
+
+def _row(
+    batch: Batch,
+    lives: Sequence[_Sums],
+    isolated: Sequence[_Sums],
+    others: float | None,
+    ahead: Ahead,
+) -> Row:
+    """The rounds of one batch: what was live around each, and the sums of its isolated calls."""
     around = [
         _Sums((before.forward + after.forward) / 2, (before.step + after.step) / 2)
         for before, after in pairwise(lives)
@@ -158,8 +183,9 @@ def compare(
         median(lambda _, alone: alone.step),
         100 * (median(lambda live, alone: alone.forward / live.forward) - 1),
         100 * (max(steps) / min(steps) - 1),
-        watch.end().others,
+        others,
         tuple((live.step, alone.step) for live, alone in rounds),
+        ahead,
     )
 
 
@@ -174,7 +200,12 @@ def calmer_half(rounds: Sequence[tuple[_Sums, _Sums]]) -> list[tuple[_Sums, _Sum
 
 
 def _isolated(
-    engine: Engine, timer: Timer, batch: Batch, signed: dict[Entry, Signature], repeats: int
+    engine: Engine,
+    timer: Timer,
+    batch: Batch,
+    signed: dict[Entry, Signature],
+    repeats: int,
+    ahead: Ahead,
 ) -> _Sums:
     entries = leading(signed)
     with captured(engine, batch, [entry.key for entry in entries]) as calls:
@@ -184,7 +215,8 @@ def _isolated(
             )
             for signature in set(signed.values())
         }
-        measured = measure(engine, timer, subjects, Regime(repeats, 0, rounds=1), calls)
+        regime = Regime(repeats, 0, rounds=1, ahead=ahead)
+        measured = measure(engine, timer, subjects, regime, calls)
     medians = {key[0]: measurement.median_us for key, measurement in measured.items()}
     entries = list(signed)
     return _Sums(
@@ -297,8 +329,9 @@ def measure_rows(
     runnable: RunnableSet,
     batches: Sequence[Batch],
     times: int = 1,
+    ways: Sequence[Ahead] = ("product",),
 ) -> list[Row]:
-    """One row for every batch that the engine has room for; `times` as in `compare`.
+    """The rows of every batch that the engine has room for; `times` and `ways` as in `compare`.
 
     Those that the KV cache has no room for are named on stderr.
     """
@@ -308,16 +341,40 @@ def measure_rows(
     with quiet_process():
         for batch in (each for each in batches if each.longest < engine.max_request_len - 16):
             try:
-                rows.append(compare(engine, timer, batch, signed, times))
+                rows += compare(engine, timer, batch, signed, times, ways)
             except EngineError as error:
                 click.echo(f"{batch.key}: not compared: {error}", err=True)
     return rows
 
 
+def of_way(rows: Sequence[Row], way: Ahead) -> list[Row]:
+    """Those of `rows` whose calls were timed that way."""
+    return [row for row in rows if row.ahead == way]
+
+
+def named(path: Path, way: Ahead) -> Path:
+    """additivity.csv, or additivity-layer.csv for a way that is not the usual one."""
+    return path if way == Regime().ahead else path.with_stem(f"{path.stem}-{way}")
+
+
+def ways_option(function: Callable[..., None]) -> Callable[..., None]:
+    """--ahead WAY, which may be given again: `ways`, distinct and in order."""
+    return click.option(
+        "--ahead",
+        "ways",
+        multiple=True,
+        type=click.Choice(get_args(Ahead)),
+        default=[Regime().ahead],
+        show_default=True,
+        callback=lambda _context, _option, given: tuple(dict.fromkeys(given)),
+        help="What runs ahead of a call that is timed alone; may be given again.",
+    )(function)
+
+
 def write(rows: Sequence[Row], path: Path, steps: Sequence[float] = ()) -> None:
     """The rows as CSV, with the steps' own costs and errors where there are any."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    frame = pd.DataFrame([asdict(row) for row in rows]).drop(columns="rounds")
+    frame = pd.DataFrame([asdict(row) for row in rows]).drop(columns=["rounds", "ahead"])
     if steps:
         frame = frame.assign(step_own_us=steps, step_error=step_errors(rows, steps))
     frame.round(2).to_csv(path, index=False)
@@ -337,6 +394,7 @@ def write(rows: Sequence[Row], path: Path, steps: Sequence[float] = ()) -> None:
     help="As many rounds as usual, for a host that drifts.",
 )
 @click.option("--most-tokens", type=click.IntRange(1), help="Leave out larger steps.")
+@ways_option
 @click.option("-o", "--out", type=click.Path(path_type=Path), help="Folder for additivity.csv.")
 def main(
     model: str,
@@ -346,6 +404,7 @@ def main(
     dtype: str | None,
     times: int,
     most_tokens: int | None,
+    ways: tuple[Ahead, ...],
     out: Path | None,
 ) -> None:
     """Compare MODEL's live steps with the sums of its isolated calls."""
@@ -367,17 +426,19 @@ def main(
     environment = engine.environment
     batches = GPU_BATCHES if environment.device_kind == "cuda" else BATCHES
     batches = [b for b in batches if b.num_tokens <= (most_tokens or b.num_tokens)]
-    rows = measure_rows(engine, trace, resolve(trace, engine), batches, times)
+    rows = measure_rows(engine, trace, resolve(trace, engine), batches, times, ways)
     title = (
         f"{options.model.name}, {engine.configuration.backend}, {engine.configuration.dtype}, "
         f"{layers} layers, "
         f"{environment.device}, {environment.engine} {environment.engine_version}; microseconds"
     )
-    # A GPU computes while its host prepares: whole steps there are no sum.
-    steps = whole_steps(rows, layers) if environment.device_kind == "cpu" else []
-    Console(width=120).print(show(rows, title, steps))
-    if out is not None:
-        write(rows, out / "additivity.csv", steps)
+    for way in ways:
+        of_this = of_way(rows, way)
+        # A GPU computes while its host prepares: whole steps there are no sum.
+        steps = whole_steps(of_this, layers) if environment.device_kind == "cpu" else []
+        Console(width=120).print(show(of_this, f"{title}, ahead: {way}", steps))
+        if out is not None:
+            write(of_this, named(out / "additivity.csv", way), steps)
 
 
 if __name__ == "__main__":

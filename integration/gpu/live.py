@@ -32,6 +32,7 @@ from integration.gpu.workers import in_turn
 @click.option("--max-model-len", type=int, default=16384, show_default=True)
 @click.option("--repeats", default=2, show_default=True)
 @click.option("--warm-up-sizes", is_flag=True, help="As of integration.live_vllm.run.")
+@click.option("--rehearse", default=0, show_default=True, help="As of integration.live_vllm.run.")
 @click.option("--hold", is_flag=True, help="As of integration.live_vllm.run.")
 @click.option("--budget", default=540.0, show_default=True, help="Seconds for everything.")
 def main(

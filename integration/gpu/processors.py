@@ -10,29 +10,73 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 _WORK = 20_000  # turns of a loop: about a millisecond
 _SAMPLES = 7
+_QUICK_SAMPLES = 3  # where it is asked ahead of every batch: 35 to 80 ms for 16 processors
 _SIBLINGS = Path("/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list")
 
 
-@dataclass(frozen=True)
 class Where:
-    """Where the launching thread runs, and what keeps others off; as files say it."""
+    """Where the launching thread runs: anywhere. `about` is what files say of it."""
 
-    about: dict[str, Any] = field(default_factory=dict)
-    spread: Callable[[], None] = lambda: None
+    def __init__(self) -> None:
+        self.about: dict[str, Any] = {}
+
+    def spread(self) -> None:
+        """Keep threads that were started since off the launching thread's core, if it has one."""
+
+    def again(self) -> None:
+        """Go to the processor that is the quickest now, if one is held."""
 
 
 ANYWHERE = Where()
 
 
-def speeds(processors: set[int] | None = None) -> dict[int, float]:
+class Held(Where):
+    """The launching thread alone on one processor, this process's others off its core.
+
+    Threads that are started later inherit the caller's processor: `spread`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._allowed = os.sched_getaffinity(0)
+        self._others = self._allowed
+
+    def spread(self) -> None:
+        _set_others(self._others)
+
+    def again(self) -> None:
+        self.choose(_QUICK_SAMPLES)
+
+    def choose(self, samples: int = _SAMPLES) -> None:
+        """Hold the processor that is the quickest now."""
+        taken_us = speeds(self._allowed, samples)
+        processor = quickest(taken_us)
+        self.hold(processor)
+        slowest = round(max(taken_us.values()) / taken_us[processor], 2)
+        work_us = round(taken_us[processor])
+        self.about = {"held_on": processor, "work_us": work_us, "slowest": slowest}
+
+    def hold(self, processor: int) -> None:
+        """Hold this one."""
+        others = self._allowed - siblings(processor) - {processor}
+        self._others = others or self._allowed
+        self.spread()
+        os.sched_setaffinity(0, {processor})
+
+    def release(self) -> None:
+        """Let all threads go where the calling one was allowed to."""
+        os.sched_setaffinity(0, self._allowed)
+        _set_others(self._allowed)
+
+
+def speeds(processors: set[int] | None = None, samples_of_each: int = _SAMPLES) -> dict[int, float]:
     """Microseconds that the same work takes on each of `processors` (None: all allowed ones).
 
     The median of a few milliseconds each, the processors in turns, so that a
@@ -42,7 +86,7 @@ def speeds(processors: set[int] | None = None) -> dict[int, float]:
     chosen = sorted(allowed if processors is None else processors)
     samples: dict[int, list[float]] = {processor: [] for processor in chosen}
     try:
-        for _ in range(_SAMPLES):
+        for _ in range(samples_of_each):
             for processor in chosen:
                 os.sched_setaffinity(0, {processor})
                 samples[processor].append(_work_us())
@@ -62,12 +106,19 @@ def held_if(hold: bool) -> Iterator[Where]:
     if not hold:
         yield ANYWHERE
         return
-    taken_us = speeds()
-    processor = quickest(taken_us)
-    with alone_on(processor) as spread:
-        slowest = round(max(taken_us.values()) / taken_us[processor], 2)
-        work_us = round(taken_us[processor])
-        yield Where({"held_on": processor, "work_us": work_us, "slowest": slowest}, spread)
+    with holding() as held:
+        held.choose()
+        yield held
+
+
+@contextmanager
+def holding() -> Iterator[Held]:
+    """What holds the calling thread inside the block."""
+    held = Held()
+    try:
+        yield held
+    finally:
+        held.release()
 
 
 @contextmanager
@@ -80,27 +131,6 @@ def held_on(processor: int | None) -> Iterator[None]:
         yield
     finally:
         os.sched_setaffinity(0, allowed)
-
-
-@contextmanager
-def alone_on(processor: int) -> Iterator[Callable[[], None]]:
-    """Keep the calling thread on `processor`, and this process's others off its core.
-
-    Yields what does so again: threads that were started since inherit the
-    caller's processor.
-    """
-    allowed = os.sched_getaffinity(0)
-    others = allowed - siblings(processor) - {processor} or allowed
-
-    def spread() -> None:
-        _set_others(others)
-
-    spread()
-    try:
-        with held_on(processor):
-            yield spread
-    finally:
-        _set_others(allowed)
 
 
 def siblings(processor: int) -> set[int]:

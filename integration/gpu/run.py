@@ -9,7 +9,8 @@ meta-llama/Llama-3.1-8B:FLASH_ATTN:eager:fp8+kv-fp8.
 Every configuration runs in a process of its own, so that one that fails or
 hangs costs only itself. What was timed is in the database at once; a second
 call measures what is missing. With --additivity the live forward pass is
-compared with the sum of its isolated calls, on batches of its own.
+compared with the sum of its isolated calls, on batches of its own; with --ahead given
+twice in both ways, and what is profiled is timed the first way.
 """
 
 from __future__ import annotations
@@ -23,7 +24,17 @@ from typing import Any
 
 import click
 
-from integration.additivity.run import BATCHES, GPU_BATCHES, measure_rows, show, write
+from dooly_backend.profiling.ahead import Ahead
+from integration.additivity.run import (
+    BATCHES,
+    GPU_BATCHES,
+    measure_rows,
+    named,
+    of_way,
+    show,
+    ways_option,
+    write,
+)
 from integration.gpu.workers import in_turn, ready
 
 LAYERS = 4
@@ -48,6 +59,7 @@ def cli() -> None:
 @click.option("--sweep", default=["gpu"], show_default=True, multiple=True, help="In turn.")
 @click.option("--additivity/--no-additivity", default=True, show_default=True)
 @click.option("--layers", default=LAYERS, show_default=True, help=DEPTH)
+@ways_option
 @click.option("--together", is_flag=True, help="Start all engines at once; they share the device.")
 def run_all(
     configurations: tuple[str, ...],
@@ -57,6 +69,7 @@ def run_all(
     sweep: tuple[str, ...],
     additivity: bool,
     layers: int,
+    ways: tuple[Ahead, ...],
     together: bool,
 ) -> None:
     """Run every configuration in turn until the budget is spent."""
@@ -64,6 +77,7 @@ def run_all(
     out.mkdir(parents=True, exist_ok=True)
     options = ["--db", str(db), "--out", str(out), "--layers", str(layers)]
     options += [word for name in sweep for word in ("--sweep", name)]
+    options += [word for way in ways for word in ("--ahead", way)]
     options.append("--additivity" if additivity else "--no-additivity")
     commands = {
         configuration: ["integration.gpu.run", "one", *configuration.split(":"), *options]
@@ -104,6 +118,7 @@ def run_all(
 @click.option("--max-num-seqs", default=256, show_default=True)
 @click.option("--max-num-batched-tokens", default=8192, show_default=True)
 @click.option("--threads", type=int, help="Of a CPU engine.")
+@ways_option
 @click.option("--wait", is_flag=True, help="Start the engine, then wait for a line on stdin.")
 @click.option("--staged", is_flag=True, help="Wait for another before the device is needed.")
 def run_one(
@@ -120,6 +135,7 @@ def run_one(
     max_num_seqs: int,
     max_num_batched_tokens: int,
     threads: int | None,
+    ways: tuple[Ahead, ...],
     wait: bool,
     staged: bool,
 ) -> None:
@@ -133,6 +149,7 @@ def run_one(
     from dooly_backend.config import RunOptions, load_model, load_sweep
     from dooly_backend.database import Database
     from dooly_backend.engine_commands import progress_bar, running_engine
+    from dooly_backend.profiling.measure import Regime
     from dooly_backend.profiling.profiler import profile
 
     options = RunOptions(
@@ -153,20 +170,23 @@ def run_one(
                 Database.open(path, create=True) as database,
                 progress_bar(options.model.name) as progress,
             ):
-                result = profile(engine, database, load_sweep(name), progress=progress)
+                regime = Regime(ahead=ways[0])
+                result = profile(engine, database, load_sweep(name), regime, progress)
             ran = {"sweep": name, "mode": mode, "precision": precision}
             click.echo(json.dumps({**ran, **summary(result, engine.configuration.backend)}))
         if additivity:
             on_gpu = engine.environment.device_kind == "cuda"
             rows = measure_rows(
-                engine, result.trace, result.runnable, GPU_BATCHES if on_gpu else BATCHES
+                engine, result.trace, result.runnable, GPU_BATCHES if on_gpu else BATCHES, ways=ways
             )
             depth = "" if layers == LAYERS else f"{engine.num_layers}-layers"
             parts = [options.model.name.rpartition("/")[2], backend, mode, precision, depth]
             name = "-".join(part for part in parts if part)
-            write(rows, out / f"additivity-{name}.csv")
-            title = f"{name}, {engine.num_layers} layers, {engine.environment.device}; microseconds"
-            Console(width=110).print(show(rows, title))
+            for way in ways:
+                of_this = of_way(rows, way)
+                write(of_this, named(out / f"additivity-{name}.csv", way))
+                title = f"{name}, {engine.num_layers} layers, {engine.environment.device}; us"
+                Console(width=110).print(show(of_this, f"{title}, ahead: {way}"))
 
 
 def precision_options(text: str) -> dict[str, str]:

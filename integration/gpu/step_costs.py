@@ -31,6 +31,7 @@ from dooly_backend.engines import Engine
 from dooly_backend.errors import InputError
 from dooly_backend.profiling.clock import measure_clock
 from dooly_backend.workload import Batch
+from integration.gpu.processors import ANYWHERE, Where
 from integration.gpu.run import precision_options
 from integration.gpu.steps import BATCHES, rows
 from integration.gpu.workers import devices, in_turn_on_each, ready
@@ -229,16 +230,22 @@ def one(
 
 
 def measure(
-    engine: Engine, options: RunOptions, db: Path, clock: bool = False, again: bool = False
+    engine: Engine,
+    options: RunOptions,
+    db: Path,
+    clock: bool = False,
+    again: bool = False,
+    where: Where = ANYWHERE,
 ) -> dict[str, Any]:
     """Whole steps of a booted engine into the database; what was measured, and how much of it.
 
-    With `again` those that are known, too: their samples are added.
+    With `again` those that are known, too: their samples are added. A held thread goes to
+    the quickest processor before every batch.
     """
     from dooly_backend.profiling.stream import measure_stream, place_of
 
     with Database.open(db, create=True) as database:
-        done = measure_stream(engine, database, again=again)
+        done = measure_stream(engine, database, again=again, ahead=where.again)
         for batch, reason in done.reasons.items():
             click.echo(f"{batch}: {reason}", err=True)
         told: dict[str, Any] = {"known": done.known, "measured": done.measured}
@@ -248,12 +255,12 @@ def measure(
 
 
 def measure_held_out(
-    engine: Engine, configuration: str, options: RunOptions, out: Path
+    engine: Engine, configuration: str, options: RunOptions, out: Path, where: Where = ANYWHERE
 ) -> dict[str, Any]:
     """The steps that no fit sees into a file in `out`; how many it lacked."""
     name = configuration.rpartition("/")[2].replace(":", "-")
     about = _about(engine, options)
-    return {**about, "held_out": _held_out(engine, out / f"steps-{name}.jsonl", about)}
+    return {**about, "held_out": _held_out(engine, out / f"steps-{name}.jsonl", about, where)}
 
 
 def _about(engine: Engine, options: RunOptions) -> dict[str, Any]:
@@ -285,7 +292,7 @@ def _clock(engine: Engine, database: Database, ids: tuple[int, int]) -> int:
     return len(steps)
 
 
-def _held_out(engine: Any, path: Path, about: Mapping[str, Any]) -> int:
+def _held_out(engine: Any, path: Path, about: Mapping[str, Any], where: Where) -> int:
     """Measure `BATCHES` that the file lacks at this depth; how many."""
     known = set()
     if path.exists():
@@ -294,7 +301,7 @@ def _held_out(engine: Any, path: Path, about: Mapping[str, Any]) -> int:
     missing: list[Batch] = [batch for batch in BATCHES if batch.key not in known]
     count = 0
     with path.open("a") as file:
-        for row in rows(engine, 20, batches=missing):
+        for row in rows(engine, 20, batches=missing, where=where):
             file.write(json.dumps({**about, "round": 0, **row}) + "\n")
             file.flush()
             count += 1

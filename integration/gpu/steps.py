@@ -27,6 +27,7 @@ from dooly_backend.engines import Engine, boot
 from dooly_backend.errors import EngineError
 from dooly_backend.profiling.stream import ALONE, alone_us
 from dooly_backend.workload import Batch
+from integration.gpu.processors import ANYWHERE, Where
 from integration.gpu.workers import in_turn, ready
 
 #: Held out: the profile's own fit uses others (`profiling/stream.py`).
@@ -130,10 +131,15 @@ def read_rows(files: Iterable[Path]) -> list[dict[str, Any]]:
 
 
 def rows(
-    engine: Engine, repeats: int, reverse: bool = False, batches: Sequence[Batch] = BATCHES
+    engine: Engine,
+    repeats: int,
+    reverse: bool = False,
+    batches: Sequence[Batch] = BATCHES,
+    where: Where = ANYWHERE,
 ) -> Iterator[dict[str, Any]]:
-    """One row for each of `batches` that the engine has room for."""
+    """One row for each of `batches` that the engine has room for; a held thread's has `where`."""
     for batch in reversed(batches) if reverse else batches:
+        where.again()
         try:
             steps = engine.pipelined_steps(batch, repeats)
             wall = alone_us(engine, batch, ALONE)
@@ -150,6 +156,7 @@ def rows(
             "high_us": round(high, 1),
             "launch_us": round(statistics.median(step.launch_us for step in steps), 1),
             "wall_us": round(statistics.median(wall), 1),
+            **where.about,
         }
 
 

@@ -13,12 +13,15 @@ first turn before any has its second, so that what is measured again is measured
 later. Meanwhile the next wave's processes import and work out their configuration.
 Everything is written as soon as it is measured.
 
-With --hold each turn's launches come from the processor that is the quickest at its beginning
-(`integration.gpu.processors`): on a shared host they take the same from turn to turn then.
+With --hold the launching thread has the processor that is the quickest ahead of each batch, or
+served workload, for itself (`integration.gpu.processors`): on a shared host launches take the
+same from turn to turn then.
 
 A plan is YAML: a list of waves, each a list of engines with ``configuration``
 (MODEL:BACKEND[:MODE[:PRECISION]], profiled into the database before if it is to be fitted),
-``turns`` and ``workloads``. With two devices run a plan on each (`CUDA_VISIBLE_DEVICES`).
+``turns`` and ``workloads``, and how often to ``rehearse`` these ahead of the first that is
+kept: a mixture of experts compiles kernels meanwhile. With two devices run a plan on each
+(`CUDA_VISIBLE_DEVICES`).
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ from integration.gpu.step_costs import host_of, measure, measure_held_out, optio
 from integration.gpu.workers import Wave, ready
 
 Turn = Literal["steps", "held-out", "serve", "batches", "launches"]
-HOLD = "The launching thread alone on the quickest processor, chosen ahead of every turn."
+HOLD = "The launching thread alone on the processor that is the quickest ahead of each batch."
 _LEAST_SECONDS = 60  # an engine takes about that long to start
 
 
@@ -55,6 +58,7 @@ class Planned(BaseModel):
     configuration: str
     turns: tuple[Turn, ...] = ("steps",)
     workloads: tuple[str, ...] = ()
+    rehearse: int = 0
 
     @property
     def name(self) -> str:
@@ -65,7 +69,8 @@ class Planned(BaseModel):
         """The arguments of `python -m`."""
         command = ["integration.gpu.tour", "one", self.configuration, *options]
         command += [word for turn in self.turns for word in ("--turn", turn)]
-        return command + [word for text in self.workloads for word in ("--workload", text)]
+        command += [word for text in self.workloads for word in ("--workload", text)]
+        return command + (["--rehearse", str(self.rehearse)] if self.rehearse else [])
 
 
 def load_plan(path: Path) -> list[list[Planned]]:
@@ -169,11 +174,13 @@ def codes(
 @click.argument("configuration")
 @click.option("--turn", "turns", multiple=True, type=click.Choice(get_args(Turn)))
 @click.option("--workload", "workloads", multiple=True)
+@click.option("--rehearse", default=0)
 @_settings
 def one(
     configuration: str,
     turns: tuple[Turn, ...],
     workloads: tuple[str, ...],
+    rehearse: int,
     db: Path,
     out: Path,
     layers: int | None,
@@ -183,7 +190,9 @@ def one(
     """One engine: wait until the device is free, then for each turn."""
     from dooly_backend.engines import boot
 
-    planned = Planned(configuration=configuration, turns=turns, workloads=workloads)
+    planned = Planned(
+        configuration=configuration, turns=turns, workloads=workloads, rehearse=rehearse
+    )
     options = options_of(configuration, **limits)
     options = options.model_copy(update={"layers": layers or options.model.num_layers})
     start = time.monotonic()
@@ -220,9 +229,9 @@ def take(
     from integration.per_batch.batches import BATCHES
 
     if turn == "steps":
-        return measure(engine, options, db, again=times > 0)
+        return measure(engine, options, db, again=times > 0, where=where)
     if turn == "held-out":
-        return measure_held_out(engine, planned.configuration, options, out)
+        return measure_held_out(engine, planned.configuration, options, out, where)
     if turn == "serve":
         return {"runs": list(serve(engine, planned, times, out, where))}
     if turn == "launches":
@@ -239,7 +248,7 @@ def take(
     return {
         "configuration": planned.configuration,
         "round": times,
-        "batches": batches.measure(engine, path, about, times, fitting),
+        "batches": batches.measure(engine, path, about, times, fitting, where),
     }
 
 
@@ -261,7 +270,9 @@ def serve(
             workload = load_workload(text)
             if not times:
                 live.warm_up(server, workload.build())
-            where.spread()
+                for _ in range(planned.rehearse):
+                    live.serve(server, workload.build(), concurrency=workload.concurrency)
+            where.again()
             run = live.serve(server, workload.build(), concurrency=workload.concurrency)
             run.about.update(workload=text, **where.about)
             save_run(run, path)

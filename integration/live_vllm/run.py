@@ -18,6 +18,8 @@ from typing import Any
 
 import click
 
+REHEARSE = "Runs of each workload ahead of those that are kept: kernels are compiled in them."
+
 
 @click.command()
 @click.argument("model")
@@ -43,6 +45,7 @@ import click
 @click.option("--by-step", is_flag=True, help="arrival_s counts steps: a run without a clock.")
 @click.option("--warm-up/--no-warm-up", default=True, show_default=True)
 @click.option("--warm-up-sizes", is_flag=True, help="With prompts of all sizes, too.")
+@click.option("--rehearse", default=0, show_default=True, help=REHEARSE)
 @click.option("--hold", is_flag=True, help="The launching thread on the quickest processor.")
 @click.option("--repeats", default=1, show_default=True, help="Runs of each workload.")
 @click.option("--wait", is_flag=True, help="Start the engine, then wait for a line on stdin.")
@@ -54,6 +57,7 @@ def main(
     by_step: bool,
     warm_up: bool,
     warm_up_sizes: bool,
+    rehearse: int,
     hold: bool,
     repeats: int,
     wait: bool,
@@ -88,12 +92,16 @@ def main(
         click.echo(f"booted in {time.monotonic() - began:.0f} s: {server.limits}", err=True)
         if wait:
             ready()
-        if warm_up or warm_up_sizes:
+        if warm_up or warm_up_sizes or rehearse:
             began = time.monotonic()
             if warm_up_sizes:
                 live.warm_up_sizes(server)
             for workload in described if warm_up else ():
                 live.warm_up(server, workload.build())
+            for workload in described * rehearse:
+                live.serve(
+                    server, workload.build(), by_step=by_step, concurrency=workload.concurrency
+                )
             click.echo(f"warmed up in {time.monotonic() - began:.0f} s", err=True)
         runs = [(w, text) for w, text in zip(described, workloads, strict=True)] * repeats
         for number, (workload, text) in enumerate(runs):

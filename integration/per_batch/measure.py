@@ -33,6 +33,7 @@ from dooly_backend.engines import Engine
 from dooly_backend.profiling.stream import stream_step
 from dooly_backend.profiling.timer import quiet_process
 from dooly_backend.workload import Batch
+from integration.gpu.processors import ANYWHERE, Where
 from integration.gpu.step_costs import options_of
 from integration.gpu.workers import devices, in_turn_on_each, ready, shared_out
 from integration.per_batch.batches import BATCHES, MOST_TOKENS
@@ -155,7 +156,12 @@ def about_of(engine: Engine) -> dict[str, Any]:
 
 
 def measure(
-    engine: Engine, path: Path, about: Mapping[str, Any], turn: int, batches: Sequence[Batch]
+    engine: Engine,
+    path: Path,
+    about: Mapping[str, Any],
+    turn: int,
+    batches: Sequence[Batch],
+    where: Where = ANYWHERE,
 ) -> int:
     """Add to the file what it lacks of round `turn`; how many batches. Odd rounds go backwards."""
     here = {**about, "round": turn}
@@ -166,16 +172,22 @@ def measure(
     missing = [batch for batch in batches if batch.key not in known]
     count = 0
     with path.open("a") as file, quiet_process():
-        for row in rows(engine, missing[::-1] if turn % 2 else missing):
+        for row in rows(engine, missing[::-1] if turn % 2 else missing, where):
             file.write(json.dumps({**here, **row}) + "\n")
             file.flush()
             count += 1
     return count
 
 
-def rows(engine: Engine, batches: Sequence[Batch]) -> Iterator[dict[str, Any]]:
-    """One row for each of `batches` that the engine has room for; microseconds, in order."""
+def rows(
+    engine: Engine, batches: Sequence[Batch], where: Where = ANYWHERE
+) -> Iterator[dict[str, Any]]:
+    """One row for each of `batches` that the engine has room for; microseconds, in order.
+
+    A held thread goes to the quickest processor before each, and the row says which.
+    """
     for batch in batches:
+        where.again()
         repeats, alone = (_PREFILLS, _WAITED) if batch.prefills else (_DECODES, 0)
         step = stream_step(engine, batch, repeats, alone)
         if isinstance(step, str):
@@ -186,6 +198,7 @@ def rows(engine: Engine, batches: Sequence[Batch]) -> Iterator[dict[str, Any]]:
             "step_mode": step.mode,
             "interval_us": step.interval_us,
             "launch_us": round(step.launch_median_us, 1),
+            **where.about,
         }
         if step.device_us:
             row["device_us"] = round(statistics.median(step.device_us), 1)
