@@ -48,7 +48,8 @@ if TYPE_CHECKING:
     "--execution-mode",
     type=click.Choice(["eager", "piecewise", "full_graph"]),
     help="How the engine runs the model: op by op, or as captured graphs (full_graph: vLLM's "
-    "default on a GPU). [default: as profiled, or as the runs of --calibrate]",
+    "default on a GPU), from what was profiled in that mode, if anything was. [default: as "
+    "profiled, or as the runs of --calibrate]",
 )
 @click.option(
     "--calibrate",
@@ -111,10 +112,12 @@ def simulate(
     requests = workload.build()
     filters = {**filters, "pipeline_parallel": pipeline_parallel}
     if bundle is not None:
-        source = from_bundle(bundle, model_name(model), filters)
+        source = from_bundle(bundle, model_name(model), filters, execution_mode)
     else:
         arguments = [*profile_options(filters), "--sweep", sweep_name]
-        source = profiled(db, model_name(model), environment, filters, arguments, model)
+        source = profiled(
+            db, model_name(model), environment, filters, arguments, model, execution_mode
+        )
     limits = source.limits(serving)
     timer = source.timer(limits, execution_mode)
     if live_runs:
@@ -137,6 +140,8 @@ def simulate(
     seconds = time.perf_counter() - began
     metrics = Metrics(run)
     about = {**source.about(), "workload": workload_text, "seconds": round(seconds, 3)}
+    if execution_mode is not None:
+        about["execution_mode"] = execution_mode
     if source.later:
         from dooly_backend.simulation.columns import Steps
         from dooly_backend.simulation.stages import stage_utilisation

@@ -116,8 +116,10 @@ def validate(
 
     workloads = [load_workload(text) for text in workload_texts]
     described = load_model(model)
+    # The usual profile is that of graphs, and on a CPU, which has none, the only one.
+    mode = execution_mode if execution_mode == "eager" else None
     if bundle is not None:
-        source = from_bundle(bundle, described.name, filters)
+        source = from_bundle(bundle, described.name, filters, mode)
     else:
         source = profiled(
             db,
@@ -126,6 +128,7 @@ def validate(
             filters,
             profile_arguments(filters, threads, sweep_name),
             model,
+            mode,
         )
     options = ServingOptions(
         model=described,

@@ -16,7 +16,18 @@ from dooly_backend.database.records import KvCapacity, KvGroup, StepCost
 from dooly_backend.errors import InputError
 from dooly_backend.simulation.limits import kv_blocks, serving_limits
 from dooly_backend.simulation.records import KvCacheGroup
-from tests.sample_records import ATTENTION, CPU, H200, LINEAR, QWEN, ROPE, SAMPLER, at, store
+from tests.sample_records import (
+    ATTENTION,
+    CPU,
+    H200,
+    LINEAR,
+    OCCURRENCES,
+    QWEN,
+    ROPE,
+    SAMPLER,
+    at,
+    store,
+)
 
 Dooly = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -83,6 +94,37 @@ def test_the_same_seed_gives_the_same_run(dooly: Dooly) -> None:
     assert first == second
     other = json.loads(dooly(*arguments[:-2], "balanced:requests=10,seed=1", "--json").stdout)
     assert other["ttft_mean_s"] != first["ttft_mean_s"]
+
+
+def test_a_mode_takes_what_was_profiled_in_it(dooly: Dooly, db: Path) -> None:
+    slower = at("tokens=1", 1000.0), at("tokens=2048", 3000.0)
+    with Database.open(db) as database:
+        other = replace(LINEAR, name="slow", canonical='{"name":"slow"}')
+        occurrences = [
+            replace(each, signature=other) if each.signature == LINEAR else each
+            for each in OCCURRENCES
+        ]
+        store(
+            database, {other: slower}, environment=CPU, occurrences=occurrences,
+            execution_mode="full_graph",
+        )  # fmt: skip
+    arguments = ["Qwen3-0.6B", "--workload", "fixed:requests=5,rate=1", "--json"]
+
+    def tpot(*more: str) -> tuple[float, str, str]:
+        done = dooly("simulate", *arguments, *more)
+        assert done.returncode == 0, done.stderr
+        told = json.loads(done.stdout)
+        return told["tpot_p50_s"], told["execution_mode"], done.stderr
+
+    graphs, eager = tpot(), tpot("--execution-mode", "eager")
+    assert (graphs[1], eager[1]) == ("full_graph", "eager")
+    assert graphs[0] > 5 * eager[0]
+    assert tpot("--execution-mode", "full_graph") == graphs
+    piecewise = tpot("--execution-mode", "piecewise")
+    assert piecewise[0] > 5 * eager[0]
+    assert "not profiled in mode piecewise: its profile in mode full_graph" in piecewise[2]
+    assert dooly("fit", "-o", "bundle.joblib").returncode == 0
+    assert tpot("--bundle", "bundle.joblib", "--execution-mode", "eager")[:2] == eager[:2]
 
 
 @pytest.mark.usefixtures("db")

@@ -41,7 +41,13 @@ from dooly_backend.regression.container import BundleError
 from dooly_backend.regression.features import KINDS
 from dooly_backend.regression.fitting import FittedSignature
 from dooly_backend.regression.prediction import Prediction, SignaturePredictor
-from dooly_backend.regression.select import TELLING, in_usual_mode, is_called, tell_apart
+from dooly_backend.regression.select import (
+    TELLING,
+    UnmeasuredError,
+    in_usual_mode,
+    is_called,
+    tell_apart,
+)
 from dooly_backend.workload import Batch
 
 __all__ = ["Bundle", "BundleConfiguration", "BundleError", "load_bundle"]
@@ -168,9 +174,9 @@ class Bundle:
 
         `model` is a name, its last part, or a digest; `filters` are fields of
         `Configuration` (backend="FLASH_ATTN"; None: any, but of several execution
-        modes the one with graphs). Raises InputError,
-        naming the choices, where none or several fit, TypeError for a filter
-        that configurations do not have.
+        modes the one with graphs). Raises UnmeasuredError, naming the choices, where
+        none fits, InputError where several do, TypeError for a filter that
+        configurations do not have.
         """
         unknown = sorted(set(filters) - set(TELLING))
         if unknown:
@@ -193,7 +199,7 @@ class Bundle:
                 f"the bundle holds {len(fitting)} configurations that fit: {lines}: say which one"
             )
         asked = ", ".join([*([model] if model else []), *(f"{n}={v}" for n, v in wanted.items())])
-        raise InputError(f"the bundle has no configuration {asked}, only {lines}")
+        raise UnmeasuredError(f"the bundle has no configuration {asked}, only {lines}")
 
     def save(self, path: Path | str) -> None:
         """Write the bundle to one file. The same bundle gives the same bytes."""

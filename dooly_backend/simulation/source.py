@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from dooly_backend.config import load_model
 from dooly_backend.database import Database
@@ -24,6 +24,7 @@ from dooly_backend.simulation.stages import StageTimer, chosen_stages, left_out,
 from dooly_backend.simulation.step_time import StepModel
 
 log = logging.getLogger(__name__)
+Found = TypeVar("Found")
 
 
 class ProfileFailed(DoolyError):
@@ -131,21 +132,33 @@ class Source:
         }
 
 
-def from_bundle(path: Path, model: str | None, filters: Mapping[str, Any]) -> Source:
+def from_bundle(
+    path: Path, model: str | None, filters: Mapping[str, Any], mode: str | None = None
+) -> Source:
     """Of a bundle, from whomever it comes. Raises InputError where it lacks the model or a stage.
 
     With a filter `pipeline_parallel` above 1 all stages of the pipeline are looked for.
+    `mode` is the execution mode to simulate: what was profiled in it is taken, where
+    there is such a profile, and else the usual one, with a warning.
     """
     bundle = load_bundle(path)
     known = [each.configuration for each in bundle.configurations]
     stages = _stages(known, model, filters, f"bundle {path}")
-    return _source(bundle, [bundle.configuration(model, **each) for each in stages])
+
+    def chosen(wanted: Mapping[str, Any]) -> BundleConfiguration:
+        return bundle.configuration(model, **wanted)
+
+    return _source(bundle, [_in_mode(chosen, each, mode) for each in stages], mode)
 
 
 def from_database(
-    db: str, model: str, environment: str | None, filters: Mapping[str, Any]
+    db: str,
+    model: str,
+    environment: str | None,
+    filters: Mapping[str, Any],
+    mode: str | None = None,
 ) -> Source:
-    """Of what the database measured, fitted now; stages are as in `from_bundle`.
+    """Of what the database measured, fitted now; stages and `mode` are as in `from_bundle`.
 
     Raises UnmeasuredError where the database does not know the model or a stage,
     InputError where several configurations or environments fit.
@@ -153,14 +166,30 @@ def from_database(
     with Database.open(db, read_only=True) as database:
         stored = database.configurations()
         stages = _stages(list(stored.values()), model, filters, f"database {database.path}")
-        chosen = [select(database, model, environment, each) for each in stages]
+
+        def of(wanted: Mapping[str, Any]) -> tuple[int, int]:
+            return select(database, model, environment, wanted)
+
+        chosen = [_in_mode(of, each, mode) for each in stages]
         digests = [stored[configuration_id].digest for configuration_id, _ in chosen]
         place = database.environments()[chosen[0][1]]
         if any(environment_id != chosen[0][1] for _, environment_id in chosen):
             raise InputError("the stages were measured in several environments: --environment")
         bundle = fit_bundle(database, list(dict.fromkeys(digests)), place.digest)
     fitted = {each.configuration.digest: each for each in bundle.configurations}
-    return _source(bundle, [fitted[digest] for digest in digests])
+    return _source(bundle, [fitted[digest] for digest in digests], mode)
+
+
+def _in_mode(
+    choose: Callable[[Mapping[str, Any]], Found], filters: Mapping[str, Any], mode: str | None
+) -> Found:
+    """What `choose` finds for the filters, profiled in `mode` if there is such a profile."""
+    if mode is not None and filters.get("execution_mode") is None:
+        try:
+            return choose({**filters, "execution_mode": mode})
+        except UnmeasuredError:
+            pass  # the usual profile, of which `_source` says that it stands in
+    return choose(filters)
 
 
 def _stages(
@@ -196,7 +225,9 @@ def _stages(
     return [{**filters, "stage": stage} for stage in chosen]
 
 
-def _source(bundle: Bundle, stages: Sequence[BundleConfiguration]) -> Source:
+def _source(
+    bundle: Bundle, stages: Sequence[BundleConfiguration], mode: str | None = None
+) -> Source:
     first, *later = stages
     count = first.configuration.pipeline_parallel
     if count != len(stages):
@@ -208,6 +239,12 @@ def _source(bundle: Bundle, stages: Sequence[BundleConfiguration]) -> Source:
     source = Source(bundle.environment, first, tuple(later))
     for what in source.left_out:
         log.warning("not measured, and in no step time: %s", what)
+    profiled_in = source.configuration.execution_mode
+    if mode not in (None, profiled_in):
+        log.warning(
+            "%s was not profiled in mode %s: its profile in mode %s stands in, with that "
+            "mode's rules", source.configuration.model, mode, profiled_in,
+        )  # fmt: skip
     return source
 
 
@@ -218,6 +255,7 @@ def profiled(
     filters: Mapping[str, Any],
     arguments: Sequence[str],
     model_argument: str | None = None,
+    mode: str | None = None,
 ) -> Source:
     """As `from_database`; what is missing is profiled into it first.
 
@@ -227,7 +265,7 @@ def profiled(
     """
     if Path(db).exists() or db.startswith("builtin:"):
         try:
-            return from_database(db, model, environment, filters)
+            return from_database(db, model, environment, filters, mode)
         except UnmeasuredError:
             if db.startswith("builtin:"):
                 raise
@@ -240,7 +278,7 @@ def profiled(
         if done.returncode:
             message = f"`dooly profile {named}` did not end well: see above"
             raise ProfileFailed(message, done.returncode)
-    return from_database(db, model, environment, filters)
+    return from_database(db, model, environment, filters, mode)
 
 
 def model_name(text: str) -> str:
