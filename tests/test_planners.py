@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from dooly_backend.database.records import Signature
 from dooly_backend.profiling.planners import (
     PLANNERS,
     Item,
@@ -93,5 +94,6 @@ def test_cost_adds_up_by_group():
         ("RMSNorm", "tokens", "other"),
     ],
 )
-def test_groups(name: str, kind: str, group: str):
-    assert group_of(name, kind) == group
+def test_groups(name: str, kind: Any, group: str):
+    state = '{"stateful":{"backend":"A"}}' if group == "attention" else '{"stateful":{}}'
+    assert group_of(Signature(name, "module", kind, state)) == group

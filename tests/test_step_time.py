@@ -14,7 +14,7 @@ from dooly_backend.simulation.own_cost import Affine, HostCost, Shapes, own_cost
 from dooly_backend.simulation.records import Batches
 from dooly_backend.simulation.step_time import StepModel, group_of
 from dooly_backend.workload import Batch
-from tests.sample_records import ATTENTION, LINEAR, ROPE, SAMPLER, at, signature, store
+from tests.sample_records import ATTENTION, LINEAR, ROPE, SAMPLER, at, store
 
 BATCHES = [
     Batch.parse(text)
@@ -143,12 +143,14 @@ def test_decodes_that_go_on() -> None:
         ("aten::mm", "tokens", "Router", "linear"),
         ("LogitsProcessor", "requests", "LogitsProcessor", "linear"),
         ("Attention", "batch", "Attention", "attention"),
+        ("Sampler", "batch", "Sampler", "other"),
         ("FusedMoE", "routing", "FusedMoE", "moe"),
         ("RMSNorm", "tokens", "RMSNorm", "other"),
     ],
 )
 def test_groups(name: str, kind: str, module_class: str, group: str) -> None:
-    occurrence = Occurrence(0, "model", module_class, signature(name, kind), 1)  # type: ignore[arg-type]
+    state = '{"stateful":{"backend":"A"}}' if name == "Attention" else '{"stateful":{}}'
+    occurrence = Occurrence(0, "model", module_class, Signature(name, "module", kind, state), 1)  # type: ignore[arg-type]
     assert group_of(occurrence) == group
 
 

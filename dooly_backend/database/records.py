@@ -160,6 +160,18 @@ class Signature:
     def hash(self) -> str:
         return hashlib.sha256(self.canonical.encode()).hexdigest()
 
+    @property
+    def is_attention(self) -> bool:
+        """Whether it works through a batch's KV cache, and does not only look up its requests.
+
+        A sampler that looks up where each request's last token lies depends on the batch, too.
+        """
+        return self.kind == "batch" and _NO_STATE not in self.canonical
+
+
+#: In the canonical text of what holds no state of the engine, such as a KV cache.
+_NO_STATE = '"stateful":{}'
+
 
 @dataclass(frozen=True)
 class Occurrence:

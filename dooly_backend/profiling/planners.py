@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dooly_backend.database.records import canonical_json, digest
+from dooly_backend.database.records import Signature, canonical_json, digest
 
 #: Architecture parameters that HF-Model-Diff compares: heads, layers, widths. What selects
 #: kernels beside them (a sliding window, a norm) is what it overlooks.
@@ -123,14 +123,13 @@ def cost(work: Sequence[Sequence[Item]], group: str | None = None) -> Cost:
     return Cost(signatures, sum(item.points for item in items), sum(item.seconds for item in items))
 
 
-def group_of(name: str, kind: str) -> str:
-    """The paper's grouping of a signature by its name and what it depends on."""
-    # Of what depends on whole batches, operations and the sampler only look up their requests.
-    if kind == "batch" and "::" not in name and name != "Sampler":
+def group_of(signature: Signature) -> str:
+    """The paper's grouping of signatures."""
+    if signature.is_attention:
         return "attention"
-    if kind == "routing":
+    if signature.kind == "routing":
         return "moe"
-    if any(part in name for part in ("Linear", "linear", "_mm", "LogitsProcessor")):
+    if any(part in signature.name for part in ("Linear", "linear", "_mm", "LogitsProcessor")):
         return "linear"
     return "other"
 

@@ -17,8 +17,7 @@ from dooly_backend.workload import Batch, PointKind
 class Operations:
     """The operations of one step, summed: microseconds of all of them, and of attention alone.
 
-    Attention is what depends on the batch, and not on its tokens or requests alone: no
-    compiler fuses it with what lies around it.
+    No compiler fuses attention with what lies around it.
     """
 
     us: float
@@ -41,6 +40,7 @@ def step_operations(
     by_depth: dict[int, list[int]] = defaultdict(list)
     for index, step in enumerate(steps):
         by_depth[step.num_layers].append(index)
+    attending = {o.signature.hash for o in occurrences if o.signature.is_attention}
     totals, attention = np.zeros(len(steps)), np.zeros(len(steps))
     for depth, indices in by_depth.items():
         shown: dict[PointKind, list[Batch]] = {}
@@ -50,7 +50,7 @@ def step_operations(
                 shown[predictor.kind] = [_shown(steps[i], predictor.kind) for i in indices]
             us = count * predictor.predict_batches(shown[predictor.kind]).us
             totals[indices] += us
-            if predictor.kind == "batch":
+            if signature in attending:
                 attention[indices] += us
     return [Operations(*map(float, each)) for each in zip(totals, attention, strict=True)]
 

@@ -88,7 +88,7 @@ def group_of(occurrence: Occurrence) -> str:
         return "moe"
     if '"collective":' in occurrence.signature.canonical:  # profiling/collectives.py
         return "collectives"
-    if occurrence.signature.kind == "batch":
+    if occurrence.signature.is_attention:
         return "attention"
     if any(word in name for word in _MATRIX_PRODUCTS):
         return "linear"

@@ -149,9 +149,7 @@ def benches(engine: Engine, caps: Caps, kinds: Sequence[str]) -> dict[str, Bench
     distinct = {s.hash: s for s in signed.values()}.values()
     timer = timer_for(engine)
     chosen = {
-        "linear": [
-            s for s in distinct if s.kind == "tokens" and group_of(s.name, s.kind) == "linear"
-        ],
-        "attention": [s for s in distinct if s.kind == "batch"],
+        "linear": [s for s in distinct if s.kind == "tokens" and group_of(s) == "linear"],
+        "attention": [s for s in distinct if s.is_attention],
     }
     return {kind: Bench(engine, timer, signed, chosen[kind], caps) for kind in kinds}

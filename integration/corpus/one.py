@@ -68,7 +68,7 @@ def described(
         digest: {
             "name": signature.name,
             "kind": signature.kind,
-            "group": group_of(signature.name, signature.kind),
+            "group": group_of(signature),
             "granularity": signature.granularity,
             "points": (points := len(sweep_points(signature, sweep, engine))),
             "seconds": round(points * each, 2),

@@ -222,7 +222,7 @@ def profile_of(
             elif point.seconds is None:
                 untimed += 1
             else:
-                group = group_of(signature.name, signature.kind)
+                group = group_of(signature)
                 items.append(Item(signature.hash, group, 1, point.seconds, key))
                 if point.configuration_id == id_:
                     own.append(items[-1])

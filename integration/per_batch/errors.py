@@ -112,7 +112,7 @@ def fitted_to(
     """The batches that predictions have seen: whole steps, and those of attention timed alone."""
     steps = {step.batch for step in database.stream_steps(configuration_id, environment_id)}
     graph = database.occurrences(configuration_id, environment_id)
-    attention = {each.signature.hash for each in graph if each.signature.kind == "batch"}
+    attention = {each.signature.hash for each in graph if each.signature.is_attention}
     points = (p.point for hash_ in attention for p in database.measurements(hash_, environment_id))
     return {
         "steps": frozenset(steps),
