@@ -34,6 +34,8 @@ def additivity(root: Path) -> list[str]:
         frame = pd.read_csv(path)
         device = "cpu" if path.parent.name.startswith("cpu") else "gpu"
         name = path.stem.removeprefix("additivity").removeprefix("-") or path.parent.name
+        if device == "cpu" and name != path.parent.name:
+            name = f"{path.parent.name}: {name}"
         for phase in _PHASES:
             of = frame[frame["phase"] == phase]
             if of.empty:
