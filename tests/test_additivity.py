@@ -1,8 +1,16 @@
 """Which calls are timed alone beside a live pass."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
-from integration.additivity.run import leading
+import pytest
+
+pytest.importorskip("torch")
+
+from dooly_backend.workload import Batch
+from integration.additivity import rounds
+from integration.additivity.rounds import leading, measure_rows, of_way
+from integration.additivity.run import main, named
 
 
 def entries(*paths_and_signatures):
@@ -41,3 +49,25 @@ def test_what_is_once_is_once_wherever_it_is():
 def test_a_shallow_model_is_timed_whole():
     signed = entries(*((f"model.layers.{i}.mlp", "m") for i in range(3)))
     assert len(paths(signed)) == 3
+
+
+def test_a_file_for_each_way():
+    assert named(Path("out/additivity.csv"), "product") == Path("out/additivity.csv")
+    assert named(Path("out/additivity-M.csv"), "layer") == Path("out/additivity-M-layer.csv")
+    ways = main.make_context("run", ["--ahead", "layer", "--ahead", "product", "--ahead", "layer"])
+    assert ways.params["ways"] == ("layer", "product")
+
+
+@pytest.mark.engine
+def test_both_ways_beside_the_same_live_steps(engine, trace, runnable, monkeypatch):
+    monkeypatch.setattr(rounds, "SHORT_ROUNDS", 2)
+    rows = measure_rows(engine, trace, runnable, [Batch.decode(2, 50)], ways=("product", "layer"))
+    usual, layer = rows
+    assert [row.ahead for row in rows] == ["product", "layer"]
+    assert of_way(rows, "layer") == [layer]
+    for row in rows:
+        assert row.phase == "decode"
+        assert 0 < row.forward_live_us < row.step_live_us
+        assert 0 < row.forward_isolated_us < row.step_isolated_us
+        assert len(row.rounds) == 1  # the calmer one of two
+    assert usual.forward_isolated_us != layer.forward_isolated_us

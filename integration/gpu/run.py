@@ -25,16 +25,8 @@ from typing import Any
 import click
 
 from dooly_backend.profiling.ahead import Ahead
-from integration.additivity.run import (
-    BATCHES,
-    GPU_BATCHES,
-    measure_rows,
-    named,
-    of_way,
-    show,
-    ways_option,
-    write,
-)
+from integration.additivity.rounds import BATCHES, GPU_BATCHES, measure_rows, of_way
+from integration.additivity.run import named, show, ways_option, write
 from integration.gpu.workers import in_turn, ready
 
 LAYERS = 4
