@@ -34,4 +34,3 @@ def test_what_is_found_is_as_likely_as_what_the_residuals_were_drawn_from(seed: 
     hyper = fit_process(points, residuals, measured, None)["hyper"]
     found = _kernel(points, hyper["variance"], hyper["lengths"][0], hyper["noise"] + 1e-6)
     assert _log_likelihood(residuals, found) >= _log_likelihood(residuals, true) - 0.05
-
