@@ -16,6 +16,10 @@ from dooly_backend.regression.latency import LatencyModel
 from dooly_backend.workload import Batch, Request
 
 #: What models of one export share: a simulator looks at nothing of it.
+#: In a manifest's `folded`: what a step takes beyond its operations, or less, in percent of it.
+OWN_COST = "the step's own cost (input preparation, launching, glue, output; less what is fused)"
+TYPICAL = "decode", "prefill"  # the steps of such percents
+
 _SHARED = ("model", "engine", "backend", "dtype", "kv_cache_dtype", "block_size")
 
 

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from dooly_backend.database.records import Occurrence
 from dooly_backend.regression.baseline import RoutingLatency
 from dooly_backend.regression.latency import LatencyModel
+from dooly_backend.regression.whole_steps import OVER_TOKENS, is_whole
 from dooly_backend.workload import Batch, PointKind
 
 MEASURED, INTERPOLATED, EXTRAPOLATED = "measured", "interpolated", "extrapolated"
+_Group = tuple[PointKind, bool]  # what its times depend on, and whether a step takes all of them
 _SOURCES = (MEASURED, INTERPOLATED, EXTRAPOLATED)  # worse ones later
 
 
@@ -46,10 +48,11 @@ class CallTimes:
     def __init__(self, model: LatencyModel) -> None:
         self.model = model
         self._cells: dict[tuple[str, object], Cell] = {}
-        self._sums: dict[tuple[PointKind, object], float] = {}
-        self._by_kind: dict[PointKind, list[Occurrence]] = defaultdict(list)
+        self._sums: dict[tuple[_Group, object], float] = {}
+        self._groups: dict[_Group, list[Occurrence]] = defaultdict(list)
         for occurrence in model.occurrences:
-            self._by_kind[occurrence.signature.kind].append(occurrence)
+            signature = occurrence.signature
+            self._groups[signature.kind, is_whole(signature)].append(occurrence)
 
     def of(self, occurrence: Occurrence, batch: Batch) -> Cell:
         """All runs of `occurrence` in one step. Raises InputError where nothing was measured."""
@@ -79,17 +82,25 @@ class CallTimes:
         return total(self.of(occurrence, batch) for occurrence in occurrences)
 
     def step_us(self, batch: Batch) -> float:
-        """One step of the whole model, its own cost included: `LatencyModel.step_us`, kept."""
-        model = self.model
-        step, layers = model.step_cost, model.configuration.num_layers
-        own = step.time_us(layers, batch.num_reqs) if step else 0.0
-        return sum(self._kind_us(kind, batch) for kind in self._by_kind) + own
+        """One step of the whole model as the engine runs it: `LatencyModel.step_us`, kept."""
+        shape = self.model.step_rules.of_batch(batch)
+        return shape.time_us(*self.operations_us(batch, shape.tokens))
 
-    def _kind_us(self, kind: PointKind, batch: Batch) -> float:
-        """All operations of one kind: thousands of steps are asked for, many alike in this."""
-        key = kind, what_matters(kind, batch)
+    def operations_us(self, batch: Batch, padded: int) -> tuple[float, float]:
+        """All operations of a step of so many tokens with padding, and what of them is whole."""
+        padding = Batch.prefill(padded)
+        operations_us = whole_us = 0.0
+        for group in self._groups:
+            us = self._group_us(group, padding if group[0] in OVER_TOKENS else batch)
+            operations_us += us
+            whole_us += us if group[1] else 0.0
+        return operations_us, whole_us
+
+    def _group_us(self, group: _Group, batch: Batch) -> float:
+        """All operations of a group: thousands of steps are asked for, many alike in this."""
+        key = group, what_matters(group[0], batch)
         if key not in self._sums:
-            occurrences = self._by_kind[kind]
+            occurrences = self._groups[group]
             self._sums[key] = sum(self._call(o, batch).us * o.count for o in occurrences)
         return self._sums[key]
 

@@ -10,6 +10,7 @@ import pytest
 
 from integration.accuracy import calls, gpu, page, per_batch, requests
 from integration.accuracy.tables import MISSES, Target, at_most, paragraph, table
+from integration.gpu.export_errors import PRICES
 
 
 def test_the_committed_page_is_what_the_command_writes() -> None:
@@ -109,6 +110,17 @@ def test_whole_steps_by_mode_have_their_own_target(root: Path) -> None:
         ("Some-8B, FLASH_ATTN, full_graph", "3.5 / 4.0 %", MISSES),
         ("Some-8B, FLASH_ATTN, eager", "4.5 / 4.5 %", ""),
     ]
+
+
+def test_exported_steps_stand_beside_each_other(root: Path) -> None:
+    about = {"model": "a/Some-8B", "backend": "B", "execution_mode": "full_graph", "kind": "decode"}
+    one = about | dict.fromkeys(PRICES, 980.0) | {"measured_us": 1000.0}
+    other = one | dict.fromkeys(PRICES, 1040.0) | {"vidur_repo": None}  # beyond its tables
+    frame = pd.DataFrame([one, other])
+    frame.to_csv(root / "integration/gpu/results/h200/export-errors.csv", index=False)
+    all_of, repository = "3.0 / 4.0 %", "2.0 / 2.0 %"
+    about_it = ["Some-8B, B, full_graph", "decode", "2"]
+    assert rows(gpu.exports(root)) == [[*about_it, all_of, all_of, repository, all_of, all_of]]
 
 
 @pytest.fixture

@@ -121,7 +121,7 @@ def test_every_occurrence_has_one_home(costs: StepCosts) -> None:
 
 def test_parts_of_a_step_are_the_step(model: LatencyModel, costs: StepCosts) -> None:
     batch = Batch.parse("1x96+32,3x1+200")
-    assert costs.step(batch).median == pytest.approx(model.step_us(batch) / 1e3)
+    assert costs.step_ms(batch) == pytest.approx(model.step_us(batch) / 1e3)
 
 
 # -- what tables add up to ----------------------------------------------------
@@ -172,7 +172,7 @@ def test_decode_rows_take_rounding_back(model: LatencyModel, costs: StepCosts) -
     """One decode looks up 8 tokens: attn_decode is less than attention by the difference."""
     attention = costs.attention(Batch.decode(1, 200)).median
     more = costs.tokens(8).median - costs.tokens(1).median
-    cell = decode_cell(costs, 1, 200)
+    cell = decode_cell(costs, 1, 200, "repo")
     assert cell.median * costs.layers == pytest.approx(attention - more + costs.one_request)
     assert cell.min < cell.median < cell.max
 
@@ -180,7 +180,7 @@ def test_decode_rows_take_rounding_back(model: LatencyModel, costs: StepCosts) -
 def test_add_holds_what_runs_once_per_step(costs: StepCosts) -> None:
     batch = Batch.prefill(64)
     own = sum(costs.occurrence(a.occurrence, batch).median for a in costs.of_home("add"))
-    cells = mlp_cells(costs, 64)
+    cells = mlp_cells(costs, 64, "repo")
     rest = costs.requests(1).median - costs.one_request
     assert cells["add"].median * costs.layers == pytest.approx(own + rest)
     assert cells["emb"].median == pytest.approx((30 + 0.4 * 64) / 1e3)

@@ -168,6 +168,11 @@ class Signature:
         """
         return self.kind == "batch" and _NO_STATE not in self.canonical
 
+    @property
+    def is_collective(self) -> bool:
+        """Whether it is communication between ranks (`profiling/collectives.py`)."""
+        return '"collective":' in self.canonical
+
 
 #: In the canonical text of what holds no state of the engine, such as a KV cache.
 _NO_STATE = '"stateful":{}'

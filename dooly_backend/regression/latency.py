@@ -19,10 +19,13 @@ from dooly_backend.database.records import (
     Environment,
     KvCapacity,
     Occurrence,
+    PartCost,
+    Signature,
     StepCost,
 )
 from dooly_backend.regression.baseline import SignatureLatency, signature_latency
 from dooly_backend.regression.select import select
+from dooly_backend.regression.whole_steps import OVER_TOKENS, StepRules, is_whole
 from dooly_backend.workload import Batch
 
 
@@ -50,6 +53,7 @@ class LatencyModel:
     signatures: Mapping[str, SignatureLatency] = field(repr=False)  # by hash
     measured_at: str | None = None  # of the last measurement: UTC, ISO 8601
     kv_capacity: KvCapacity | None = None  # how many KV blocks there are; None: not profiled
+    stream_cost: tuple[PartCost, ...] = ()  # fitted to whole steps of an engine at its defaults
 
     @classmethod
     def load(
@@ -83,6 +87,14 @@ class LatencyModel:
             signatures,
             database.measured_at(configuration_id, environment_id),
             database.kv_capacity(configuration_id, environment_id),
+            database.stream_cost(configuration_id, environment_id),
+        )
+
+    @cached_property
+    def step_rules(self) -> StepRules:
+        """How the engine runs steps. Raises InputError where its limits are not known."""
+        return StepRules(
+            self.configuration, self.step_cost, self.stream_cost, self.environment.engine_version
         )
 
     def occurrence(self, occurrence: Occurrence, batch: Batch) -> Latency:
@@ -94,23 +106,31 @@ class LatencyModel:
         """All operations of one step of the whole model: medians times counts."""
         return sum(
             count * self.signatures[signature].at(batch)[0].statistics.median_us
-            for signature, count in self._counts.items()
+            for signature, (_, count) in self._counts.items()
         )
 
     def step_us(self, batch: Batch) -> float:
-        """One step of the whole model: its operations and the step's own cost.
+        """One of many equal steps of the whole model: its operations and the step's own cost.
 
-        Without a fitted step cost that part is missing from the result.
+        Where whole steps were measured it is padded, launched and fused as the engine does by
+        default (`whole_steps.py`). Without anything fitted that part is missing from the result.
         """
-        if self.step_cost is None:
-            return self.operations_us(batch)
-        own = self.step_cost.time_us(self.configuration.layers_run, batch.num_reqs)
-        return self.operations_us(batch) + own
+        shape = self.step_rules.of_batch(batch)
+        padded = Batch.prefill(shape.tokens)
+        operations_us = whole_us = 0.0
+        for hash_, (signature, count) in self._counts.items():
+            seen = padded if signature.kind in OVER_TOKENS else batch
+            us = count * self.signatures[hash_].at(seen)[0].statistics.median_us
+            operations_us += us
+            whole_us += us if is_whole(signature) else 0.0
+        return shape.time_us(operations_us, whole_us)
 
     @cached_property
-    def _counts(self) -> Counter[str]:
-        """How often one step runs each signature."""
+    def _counts(self) -> dict[str, tuple[Signature, int]]:
+        """Each signature by its hash, and how often one step runs it."""
         counts: Counter[str] = Counter()
+        signatures = {}
         for occurrence in self.occurrences:
             counts[occurrence.signature.hash] += occurrence.count
-        return counts
+            signatures[occurrence.signature.hash] = occurrence.signature
+        return {hash_: (signatures[hash_], count) for hash_, count in counts.items()}

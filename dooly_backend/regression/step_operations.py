@@ -66,7 +66,7 @@ def counts_of(occurrences: Iterable[Occurrence], first: int, depth: int) -> Coun
 def of_depth(occurrences: Iterable[Occurrence], first: int, depth: int) -> Iterator[Occurrence]:
     """What of the call graph one rank of `depth` layers from layer `first` on runs alone."""
     for occurrence in occurrences:
-        if '"collective":' in occurrence.signature.canonical:  # profiling/collectives.py
+        if occurrence.signature.is_collective:
             continue
         inside = occurrence.count
         if occurrence.layers:

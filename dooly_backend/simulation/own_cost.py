@@ -39,7 +39,8 @@ class OwnTimes:
     `serial_us` adds to the operations. `launch_us` is what the host needs to
     launch them: the device works meanwhile and cannot be done earlier. `host_us`
     comes before the launch and `output_us` after the result (`StepTime`). The
-    device takes attention, `share` of the other operations (None: all) and `serial_us`.
+    device takes attention and collectives, `share` of the other operations (None: all) and
+    `serial_us`.
     """
 
     serial_us: Numbers
@@ -48,11 +49,11 @@ class OwnTimes:
     output_us: Numbers
     share: Numbers | None = None
 
-    def device_us(self, operations_us: Numbers, attention_us: Numbers | float = 0.0) -> Numbers:
-        """What the device takes; `operations_us` are each step's, of them `attention_us`."""
+    def device_us(self, operations_us: Numbers, whole_us: Numbers | float = 0.0) -> Numbers:
+        """What the device takes; `operations_us` are each step's, of them `whole_us` not fused."""
         us = operations_us
         if self.share is not None:
-            us = attention_us + (operations_us - attention_us) * self.share
+            us = whole_us + (operations_us - whole_us) * self.share
         return np.maximum(us + self.serial_us, 0.0)
 
 
@@ -150,7 +151,11 @@ class StreamedCost:
         return OwnTimes(gap, launch, host, self.output.of(shapes), share)
 
 
-_MODES: dict[Mode, StepMode] = {Mode.EAGER: "eager", Mode.PIECEWISE: "piecewise", Mode.FULL: "full"}
+MODE_NAMES: dict[Mode, StepMode] = {
+    Mode.EAGER: "eager",
+    Mode.PIECEWISE: "piecewise",
+    Mode.FULL: "full",
+}
 
 
 def own_cost(fitted: StepCost | None, layers: int, stream: Sequence[PartCost] = ()) -> OwnCost:
@@ -179,7 +184,7 @@ def _streamed(stream: Sequence[PartCost], layers: int) -> StreamedCost:
     shares = [part.share for part in stream if part.part == "device"]
     nothing = PartCost("any", "launch")
     modes = {}
-    for mode, name in _MODES.items():
+    for mode, name in MODE_NAMES.items():
         device = parts.get((name, "device"), PartCost("any", "device", float(np.mean(shares))))
         launch = _at(parts.get((name, "launch"), nothing), layers)
         known = parts.get((name, "before"))
@@ -199,7 +204,7 @@ def _streamed(stream: Sequence[PartCost], layers: int) -> StreamedCost:
         modes,
         Affine(schedule.step_us, schedule.request_us),
         Affine(output.step_us, output.request_us),
-        any(_waits(parts, name) for name in _MODES.values()),
+        any(_waits(parts, name) for name in MODE_NAMES.values()),
     )
 
 

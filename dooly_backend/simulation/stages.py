@@ -132,7 +132,6 @@ def left_out(stages: Sequence[tuple[Configuration, Sequence[Occurrence]]]) -> li
 
 
 def _collective(occurrence: Occurrence) -> Mapping[str, object] | None:
-    canonical = occurrence.signature.canonical
-    if '"collective":' not in canonical:  # profiling/collectives.py
+    if not occurrence.signature.is_collective:
         return None
-    return dict(json.loads(canonical))
+    return dict(json.loads(occurrence.signature.canonical))

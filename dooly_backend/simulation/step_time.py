@@ -86,7 +86,7 @@ def group_of(occurrence: Occurrence) -> str:
     name = f"{occurrence.signature.name} {occurrence.module_class}".lower()
     if occurrence.signature.kind == "routing":
         return "moe"
-    if '"collective":' in occurrence.signature.canonical:  # profiling/collectives.py
+    if occurrence.signature.is_collective:
         return "collectives"
     if occurrence.signature.is_attention:
         return "attention"
@@ -125,7 +125,8 @@ class StepModel:
         self.cost = cost or NoCost()
         self.execution = execution or Execution()
         self.groups = tuple(g for g in GROUPS if any(part.group == g for part in parts))
-        self._of_attention = np.array([group == "attention" for group in self.groups], bool)
+        # No compiler fuses these with what lies around them.
+        self._whole = np.array([g in ("attention", "collectives") for g in self.groups], bool)
         self._predictor = predictor
         self._by_batch = [part for part in parts if part.kind == "batch"]
         self._by_tokens = self._table(parts, ("tokens", "routing", "constant"), _of_tokens)
@@ -177,7 +178,7 @@ class StepModel:
         shapes = self.shapes(batches)
         us, extrapolated = self._operations(batches, shapes)
         own = self.cost.of(shapes)
-        device = own.device_us(us.sum(axis=0), us[self._of_attention].sum(axis=0))
+        device = own.device_us(us.sum(axis=0), us[self._whole].sum(axis=0))
         return StepTimes(
             device, own.host_us, own.output_us, extrapolated, own.launch_us, shapes.tokens
         )
@@ -188,7 +189,7 @@ class StepModel:
         us, _ = self._operations(batches, shapes)
         own = self.cost.of(shapes)
         if own.share is not None:
-            us[~self._of_attention] *= own.share
+            us[~self._whole] *= own.share
         waits = np.maximum(0.0, own.launch_us - us.sum(axis=0) - own.serial_us)
         host = own.serial_us + own.host_us + own.output_us + waits
         return {**dict(zip(self.groups, us, strict=True)), HOST: host}

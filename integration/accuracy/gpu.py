@@ -10,6 +10,7 @@ from typing import Any
 import pandas as pd
 
 from integration.accuracy.tables import MISSES, at_most, causes, paragraph, source, table
+from integration.gpu.export_errors import PRICES, errors_of
 
 _STEP = {"eager": at_most(5)}
 _STEP_DEFAULT = at_most(3)
@@ -118,6 +119,33 @@ def whole_steps(root: Path) -> list[str]:
         ),
         "",
         *table([*heads, "operations alone", "target (mean)", ""], rows),
+        *causes(root, files),
+    ]
+
+
+def exports(root: Path) -> list[str]:
+    """The same held-out steps as simulators price them that read an export."""
+    files = sorted((root / "integration/gpu/results").glob("**/export-errors*.csv"))
+    if not files:
+        return ["Not measured yet."]
+    frame = pd.concat([pd.read_csv(path) for path in files], ignore_index=True)
+    rows = []
+    for key, group in frame.groupby(["model", "backend", "execution_mode", "kind"], sort=False):
+        model, backend, mode, kind = key
+        errors = errors_of(group).abs()
+        each = [f"{errors[n].mean():.1f} / {errors[n].max():.1f} %" for n in PRICES]
+        rows.append([f"{short(model)}, {backend}, {mode}", kind, str(len(group)), *each])
+    heads = ["configuration", "steps", "number", "sum of operations", "Dooly's step"]
+    return [
+        paragraph(
+            "The held-out steps above, mean and worst error: as the sum of their operations, as",
+            "`LatencyModel.step_us` has them, and by the rules of simulators over exported tables",
+            "(the rules are tested against the simulators). Exports hold what whole steps take:",
+            "padded, fused and launched as the engine does by default. Computed by",
+            f"`python -m integration.gpu.export_errors`; from {source(root, files)}.",
+        ),
+        "",
+        *table([*heads, "Vidur's repository", "Vidur of PyPI", "LLMServingSim"], rows),
         *causes(root, files),
     ]
 

@@ -33,6 +33,7 @@ SECTIONS: dict[str, Callable[[Path], list[str]]] = {
     "Isolated calls against the live forward pass": calls.additivity,
     "Every kernel under exactly one entry": gpu.coverage,
     "Whole steps": gpu.whole_steps,
+    "Whole steps, exported": gpu.exports,
     "Single batches": per_batch.single_batches,
     "The fastest model and backend": per_batch.fastest,
     "Served requests": requests.served,

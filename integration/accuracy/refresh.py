@@ -50,6 +50,13 @@ def steps(db: str, root: Path = RESULTS) -> Iterator[Task]:
     files = sorted(map(str, folder.glob("steps-*.jsonl*")))
     out = str(folder / "step-errors.csv")
     yield Task("whole steps", ("integration.gpu.step_errors", "--db", db, "-o", out, *files))
+    exported = [
+        path
+        for known in ("Llama-3.1-8B-*-full_graph", "Ministral-8B*", "Qwen3-14B*")
+        for path in sorted(map(str, folder.glob(f"steps-{known}.jsonl*")))
+    ]
+    out = str(folder / "export-errors.csv")
+    yield Task("exports", ("integration.gpu.export_errors", "--db", db, "-o", out, *exported))
     folder = root / "per_batch/results/h200"
     files = sorted(map(str, folder.glob("per-batch-*.jsonl*")))
     command = "integration.per_batch.report", "--db", db, "-o", str(folder), *files

@@ -27,11 +27,9 @@ from dooly_backend.regression.bundle import BundleConfiguration
 from dooly_backend.regression.bundle_fit import fit_bundle
 from dooly_backend.regression.step_operations import Operations, step_operations
 from dooly_backend.simulation.execution import OF_CONFIGURATION, Execution, Mode, capture_sizes
-from dooly_backend.simulation.own_cost import Shapes, own_cost
+from dooly_backend.simulation.own_cost import MODE_NAMES, Shapes, own_cost
 from dooly_backend.workload import Batch
 from integration.gpu.steps import read_rows
-
-_NAMES = {Mode.EAGER: "eager", Mode.PIECEWISE: "piecewise", Mode.FULL: "full"}
 
 
 @dataclass(frozen=True)
@@ -165,7 +163,7 @@ def predicted(
 ) -> tuple[float, float]:
     """What device and host take for one of many equal steps; the slower one decides."""
     one = np.ones(1, np.int64)
-    mode = next(mode for mode, name in _NAMES.items() if name == step.mode)
+    mode = next(mode for mode, name in MODE_NAMES.items() if name == step.mode)
     shapes = Shapes(
         one * step.batch.num_tokens,
         one * step.padded_tokens,
@@ -187,7 +185,7 @@ def _step(rule: Execution, depth: int, batch: str, rows: Iterable[Mapping[str, A
     return StreamStep(
         parsed,
         depth,
-        _NAMES[Mode(modes[0])],  # type: ignore[arg-type]
+        MODE_NAMES[Mode(modes[0])],
         int(padded[0]),
         tuple(row["interval_us"] for row in rows),
         tuple(row["launch_us"] for row in rows),

@@ -10,7 +10,7 @@ from typing import Any
 from dooly_backend.exporters import Manifest
 from dooly_backend.workload import Batch
 
-from ..common import common_entries, random_batches
+from ..common import OWN_COST, TYPICAL, common_entries, random_batches
 from ..times import Axes
 from .costs import LayerCosts
 from .grids import Grids
@@ -145,11 +145,11 @@ def _folded(costs: LayerCosts, grids: Grids) -> list[dict[str, Any]]:
                 times,
             )
         )
-    own = costs.model.step_cost
-    if own is not None:
-        name = "the step's own cost (input preparation, glue, output handling)"
-        times = [own.time_us(costs.layers, batch.num_reqs) for batch in (decode, prefill)]
-        entries.append(entry("", name, "requests", 1, STEP, times))
+    if costs.rules.knows_own_cost:
+        known = [sum(e[f"{kind}_percent"] for e in entries) for kind in TYPICAL]
+        own = [round(100 - percent, 3) for percent in known]
+        entries.append(entry("", OWN_COST, "requests", 1, STEP, (0.0, 0.0)))
+        entries[-1] |= dict(zip((f"{kind}_percent" for kind in TYPICAL), own, strict=True))
     return entries
 
 
@@ -244,7 +244,14 @@ def _approximations(all_costs: Sequence[LayerCosts], grids: Grids) -> Iterable[s
             f"Nothing of {', '.join(empty)} was measured by itself: these rows hold 0, as a "
             "missing layer would be skipped without an error."
         )
-    if not costs.model.step_cost:
+    if costs.rules.knows_whole_steps:
+        yield (
+            "Steps are those of an engine at its defaults. Rows over tokens and sequences are a "
+            "decode step's, padded and fused as its graph is; what a step takes more, in pieces or "
+            "waiting for its launch, is in its row of attention, and where there is no graph in "
+            "the embedding, by tokens."
+        )
+    if not costs.rules.knows_own_cost:
         yield "No step cost was fitted: what a step takes beyond its operations is missing."
     for name, covered in (
         ("max_num_batched_tokens", grids.max_tokens),

@@ -88,7 +88,7 @@ def dense_cell(
         return shared.dense(layer, tokens)
     cell = costs.dense(layer, tokens)
     if layer == "embedding":
-        return cell.moved(costs.fixed_step_cost - fixed)
+        return cell.moved(costs.fixed_step_cost - fixed + costs.waiting(tokens))
     if shared is not costs and layer == carrier(costs.architecture):
         stable = [name for name in costs.architecture.dense_layers if name in TP_STABLE]
         differences = (
@@ -162,8 +162,9 @@ def _attention_rows(
                     # No operation runs twice for being mixed: the sum is the latency model's own.
                     cell = prefills[chunk, history] + decodes[size, context]
                     cells[place] = mixed.get(place, cell)
-    sources.update(cell.source for cell in cells.values())
-    return [(*place, cell.us) for place, cell in sorted(cells.items())]
+    rows = {p: costs.row_of_attention(p[0], p[2], cell) for p, cell in sorted(cells.items())}
+    sources.update(cell.source for cell in rows.values())
+    return [(*place, cell.us) for place, cell in rows.items()]
 
 
 def _measured_mixed(costs: LayerCosts, axes: Axes) -> dict[tuple[int, int, int, int], Cell]:

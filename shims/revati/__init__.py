@@ -15,6 +15,7 @@ from typing import Any
 
 from dooly_backend.exporters import Manifest, new_folder, write_manifest
 from dooly_backend.regression.latency import LatencyModel
+from dooly_backend.regression.whole_steps import StepRules
 
 from ..common import belonging_together, common_entries, known_options, write
 from .bundle import FEATURES, STATISTICS, Tables, build_tables
@@ -58,6 +59,7 @@ def _manifest(models: Sequence[LatencyModel], built: Mapping[int, Tables]) -> Ma
             "operations": built[model.configuration.tensor_parallel].operations,
             "tables": built[model.configuration.tensor_parallel].tables,
             "step_cost_us": _step_cost(model),
+            "whole_steps": model.step_rules.described(),
         }
         for model in models
     }
@@ -89,17 +91,30 @@ def _manifest(models: Sequence[LatencyModel], built: Mapping[int, Tables]) -> Ma
             "Attention of a step is the time of exactly its requests where that was measured "
             "(tables of phase 'batch'), else the sum of its prefills and of as many decodes at "
             "their mean length.",
-            "A step takes the sum of count * operation and step_cost_us, which is what live steps "
-            "took beyond their operations"
-            + ("." if models[0].step_cost else "; none was fitted, so that part is missing."),
+            _of_steps(models[0].step_rules),
         ],
     }
 
 
+def _of_steps(rules: StepRules) -> str:
+    if rules.knows_whole_steps:
+        return (
+            "A step takes its operations as whole_steps says, which was fitted to steps of an "
+            "engine at its defaults: padded to the next of 'sizes', in the mode of that size; of "
+            "operations that are not 'whole' the mode's share, and own_us; at least as long as its "
+            "launch."
+        )
+    return (
+        "A step takes the sum of count * operation and step_cost_us, which is what live steps "
+        "took beyond their operations"
+        + ("." if rules.knows_own_cost else "; none was fitted, so that part is missing.")
+    )
+
+
 def _step_cost(model: LatencyModel) -> dict[str, float]:
-    """What a step takes beyond its operations."""
+    """What a step takes beyond its operations where no whole step was measured."""
     cost = model.step_cost
-    if cost is None:
+    if cost is None or model.step_rules.knows_whole_steps:
         return {"constant": 0.0, "per_request": 0.0}
     constant = cost.step_us + cost.layer_us * model.configuration.num_layers
     return {"constant": constant, "per_request": cost.request_us}

@@ -18,6 +18,7 @@ from typing import Any
 from dooly_backend.database.records import Configuration, Occurrence
 from dooly_backend.regression.baseline import RoutingLatency
 from dooly_backend.regression.latency import LatencyModel
+from dooly_backend.regression.whole_steps import is_whole
 from dooly_backend.workload import Batch
 
 from ..common import csv_text
@@ -85,6 +86,7 @@ def build_tables(model: LatencyModel) -> Tables:
                 "module_class": occurrence.module_class,
                 "signature": signature.hash,
                 "collective": is_collective(occurrence),
+                "whole": is_whole(signature),
             }
         )
     return built

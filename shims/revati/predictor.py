@@ -83,6 +83,7 @@ class Predictor:
         mine = degrees[degree]
         self.operations: list[dict[str, Any]] = mine["operations"]
         self._step_cost: dict[str, float] = mine["step_cost_us"]
+        self._whole_steps: dict[str, Any] | None = mine["whole_steps"]
         self._tables = {
             entry["table"]: Table(self._folder / entry["file"], entry["features"])
             for entry in mine["tables"]
@@ -121,10 +122,14 @@ class Predictor:
         Attention is what was measured for exactly these requests, else the sum
         of its prefills and of as many decodes at their mean length.
         """
+        return self._predict_batch(op, requests, sum(query for query, _ in requests))
+
+    def _predict_batch(self, op: str, requests: Sequence[tuple[int, int]], tokens: int) -> float:
+        """The same where operations over tokens see so many, padding among them."""
         operation = self._by_name[op]
         if not operation.get("phases"):
             amounts: dict[str, float] = {
-                "num_tokens": sum(query for query, _ in requests),
+                "num_tokens": tokens,
                 "batch_size": len(requests),
             }
             if "routing" in operation:
@@ -152,18 +157,41 @@ class Predictor:
         return seconds
 
     def predict_step(self, requests: Sequence[tuple[int, int]]) -> float:
-        """Seconds of a whole step of (new tokens, cached tokens) requests."""
-        seconds = sum(
-            operation["count"] * self.predict_batch(operation["op"], requests)
-            for operation in self.operations
-        )
-        own = self._step_cost["constant"] + self._step_cost["per_request"] * len(requests)
-        return seconds + own / 1e6
+        """Seconds of a whole step of (new tokens, cached tokens) requests, one of many like it."""
+        tokens = sum(query for query, _ in requests)
+        cost = None
+        if self._whole_steps is not None:
+            mode, tokens = mode_of(self._whole_steps, requests)
+            cost = self._whole_steps["modes"][mode]
+        fused = whole = 0.0
+        for operation in self.operations:
+            us = 1e6 * operation["count"] * self._predict_batch(operation["op"], requests, tokens)
+            if operation["whole"]:
+                whole += us
+            else:
+                fused += us
+        if cost is None:
+            own = self._step_cost["constant"] + self._step_cost["per_request"] * len(requests)
+            return (fused + whole + own) / 1e6
+        device = whole + cost["share"] * fused + cost["own_us"]
+        launch = cost["launch_us"] + cost["launch_request_us"] * len(requests)
+        return max(device, launch) / 1e6
 
     @staticmethod
     def _at(table: Table, features: Mapping[str, float], statistic: str) -> float:
         place = [float(features[name]) for name in table.features]
         return table.at(place, statistic) / 1e6
+
+
+def mode_of(rules: Mapping[str, Any], requests: Sequence[tuple[int, int]]) -> tuple[str, int]:
+    """How an engine with these rules runs a step, and its tokens with padding."""
+    tokens = sum(query for query, _ in requests)
+    size = min((size for size in rules["sizes"] if size >= tokens), default=None)
+    if size is None:
+        return "eager", tokens
+    uniform = all(query == 1 for query, _ in requests)
+    mode = rules["of_decodes" if uniform and size <= rules["max_num_seqs"] else "of_others"]
+    return mode, tokens if mode == "eager" else size
 
 
 def expected_experts(tokens: int, experts: int, top_k: int) -> float:

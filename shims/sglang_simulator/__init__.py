@@ -171,7 +171,7 @@ def _manifest(
     engine = models[0].environment.engine
     if engine != "sglang":
         notes.append(f"The times are {engine}'s, not SGLang's: measure with SGLang to compare.")
-    if not models[0].step_cost:
+    if not models[0].step_rules.knows_own_cost:
         notes.append("No step cost was fitted: what a step takes beyond its operations is missing.")
     return {
         "format": "sglang-simulator",

@@ -4,6 +4,11 @@ A step costs ``T(tokens) + attention(batch) + g(requests)``: operations over
 tokens, attention, and what depends on the number of requests or on nothing
 (logits, sampler, the step's own cost). All times here are milliseconds of the
 whole model on one tensor-parallel rank.
+
+Where whole steps were measured, a step is no such sum: it is padded and fused by its execution
+mode, and not shorter than its launch. T and g are then those of decode steps of as many tokens and
+requests. `StepCosts.waiting` says what launching takes longer, `step_ms` what a step takes in all;
+tables.py shares that out.
 """
 
 from __future__ import annotations
@@ -17,6 +22,8 @@ from typing import Any
 
 from dooly_backend.database.records import Occurrence
 from dooly_backend.regression.latency import LatencyModel
+from dooly_backend.regression.whole_steps import StepRules, StepShape
+from dooly_backend.simulation.execution import Mode
 from dooly_backend.workload import Batch
 
 from ..times import EXTRAPOLATED, INTERPOLATED, MEASURED, what_matters
@@ -93,6 +100,7 @@ class StepCosts:
         self._cells: dict[tuple[str, object], Cell] = {}
         self._tokens: dict[int, Cell] = {}
         self._requests: dict[int, Cell] = {}
+        self._padded: dict[int, tuple[float, float]] = {}
 
     @property
     def layers(self) -> int:
@@ -138,12 +146,21 @@ class StepCosts:
         shown = (a for a in self.assignments if a.shown == column)
         return total(self.occurrence(a.occurrence, batch) for a in shown)
 
+    def operation(self, op: str, count: int) -> Cell:
+        """One operation over `count` tokens, as a decode step of as many runs it."""
+        shape = self.of_decodes(count)
+        cell = self.home(op, Batch.prefill(shape.tokens))
+        return cell if op == ALL_REDUCE else cell.times(shape.share)
+
+    def waiting(self, count: int) -> float:
+        """What launching a prefill of `count` tokens takes longer than T and g(1)."""
+        launch = self.rules.of(count, 1, count).launch_us / 1e3
+        return max(0.0, launch - self.tokens(count).median - self.requests(1).median)
+
     def tokens(self, count: int) -> Cell:
         """T: every operation that depends on the number of tokens."""
         if count not in self._tokens:
-            batch = Batch.prefill(count)
-            homes = (*MLP_OPS, ALL_REDUCE)
-            self._tokens[count] = total(self.home(home, batch) for home in homes)
+            self._tokens[count] = total(self.operation(op, count) for op in (*MLP_OPS, ALL_REDUCE))
         return self._tokens[count]
 
     def attention(self, batch: Batch) -> Cell:
@@ -152,11 +169,22 @@ class StepCosts:
     def requests(self, count: int) -> Cell:
         """g: logits, sampler and the step's own cost."""
         if count not in self._requests:
-            step = self.model.step_cost
-            constant = step.time_us(self.layers, count) / 1e3 if step else 0.0
-            cell = self.home(STEP, Batch.decode(count, 1))
-            self._requests[count] = cell.moved(constant)
+            shape = self.of_decodes(count)
+            cell = self.home(STEP, Batch.decode(count, 1)).times(shape.share)
+            self._requests[count] = cell.moved(shape.own_us / 1e3)
         return self._requests[count]
+
+    def modes(self, count: int) -> tuple[Mode, Mode]:
+        """How a prefill of `count` tokens runs, and how a step of as many decodes."""
+        return self.rules.of(count, 1, count).mode, self.of_decodes(count).mode
+
+    @property
+    def rules(self) -> StepRules:
+        return self.model.step_rules
+
+    def of_decodes(self, count: int) -> StepShape:
+        """How a step of `count` decodes runs."""
+        return self.rules.of(count, count, 1)
 
     @cached_property
     def one_request(self) -> float:
@@ -164,10 +192,21 @@ class StepCosts:
         more = self.requests(FEW_REQUESTS).median - self.requests(1).median
         return max(0.0, more / (FEW_REQUESTS - 1))
 
-    def step(self, batch: Batch) -> Cell:
-        return total(
-            (self.tokens(batch.num_tokens), self.attention(batch), self.requests(batch.num_reqs))
-        )
+    def step_ms(self, batch: Batch) -> float:
+        """One of many equal steps, in all (`LatencyModel.step_us`)."""
+        shape = self.rules.of_batch(batch)
+        fused, collectives = self._over_tokens(shape.tokens)
+        fused += self.home(STEP, batch).median
+        whole = collectives + self.attention(batch).median
+        return shape.time_us((fused + whole) * 1e3, whole * 1e3) / 1e3
+
+    def _over_tokens(self, padded: int) -> tuple[float, float]:
+        """Medians of all operations over tokens, and of collectives."""
+        if padded not in self._padded:
+            batch = Batch.prefill(padded)
+            fused = sum(self.home(op, batch).median for op in MLP_OPS)
+            self._padded[padded] = fused, self.home(ALL_REDUCE, batch).median
+        return self._padded[padded]
 
     def is_measured(self, batch: Batch) -> bool:
         """Whether every operation's time at `batch` lies in the profiled range."""

@@ -10,7 +10,7 @@ from typing import Any
 from dooly_backend.exporters import Manifest
 from dooly_backend.workload import Batch
 
-from ..common import common_entries
+from ..common import OWN_COST, TYPICAL, common_entries
 from .costs import StepCosts
 from .launcher import SCRIPT
 from .mapping import MLP_OPS, STEP
@@ -89,12 +89,12 @@ def build_manifest(
 def _folded(costs: StepCosts, ranges: Ranges) -> list[dict[str, Any]]:
     """Every occurrence with its home and its share of a typical decode and prefill step."""
     decode, prefill = typical_steps(ranges)
-    whole = {batch.key: costs.step(batch).median for batch in (decode, prefill)}
+    whole = {batch.key: costs.step_ms(batch) for batch in (decode, prefill)}
 
     def share(milliseconds: float, batch: Batch) -> float:
         return round(100 * milliseconds / whole[batch.key], 3)
 
-    entries = []
+    entries: list[dict[str, Any]] = []
     for assignment in costs.assignments:
         occurrence = assignment.occurrence
         entries.append(
@@ -109,19 +109,19 @@ def _folded(costs: StepCosts, ranges: Ranges) -> list[dict[str, Any]]:
                 "prefill_percent": share(costs.occurrence(occurrence, prefill).median, prefill),
             }
         )
-    step = costs.model.step_cost
-    if step is not None:
-        times = [step.time_us(costs.layers, b.num_reqs) / 1e3 for b in (decode, prefill)]
+    if costs.rules.knows_own_cost:
+        known = [sum(float(e[f"{kind}_percent"]) for e in entries) for kind in TYPICAL]
+        own = [round(100 - percent, 3) for percent in known]
         entries.append(
             {
                 "path": "",
-                "name": "the step's own cost (input preparation, glue, output handling)",
+                "name": OWN_COST,
                 "depends_on": "requests",
                 "count": 1,
                 "to": STEP,
                 "runs": "once per step",
-                "decode_percent": share(times[0], decode),
-                "prefill_percent": share(times[1], prefill),
+                "decode_percent": own[0],
+                "prefill_percent": own[1],
             }
         )
     return entries
@@ -192,7 +192,7 @@ def _approximations(
     )
     yield (
         f"Tokens of a step are rounded up to {TOKEN_STEP}. attn_decode takes back what that adds "
-        f"to pure decode steps{_below_zero(costs, ranges)}; prefills of other lengths than "
+        f"to pure decode steps{_below_zero(costs, ranges, layout)}; prefills of other lengths than "
         f"multiples of {TOKEN_STEP} are priced as the next multiple. In a mixed step it takes "
         "back the same, though more tokens round otherwise: off where the first tokens of a step "
         "cost more or less than later ones ('mixed'), and not at all with a multiple of "
@@ -235,14 +235,33 @@ def _approximations(
         f"tree did not draw; copies of each row (column '{COPY_COLUMN}') make that rare."
     )
     yield from _limits_left_out(costs, ranges)
+    if costs.rules.knows_whole_steps:
+        yield _of_whole_steps(layout)
     yield from _model_notes(costs, dimensions, tables)
 
 
-def _below_zero(costs: StepCosts, ranges: Ranges) -> str:
+def _of_whole_steps(layout: Layout) -> str:
+    waiting = (
+        "where there is no graph; else it is in attn_prefill, with what a prefill in pieces takes "
+        "more than a graph."
+    )
+    if layout == "pypi":
+        waiting = (
+            "but for prefills of so few tokens that a decode step may have them: these are priced "
+            "as if they were launched at once ('prefill')."
+        )
+    return (
+        "Steps are those of an engine at its defaults. Rows over tokens are a decode step's, "
+        "padded and fused as its graph is. What launching takes longer is in 'add', by the tokens "
+        f"of the step, {waiting}"
+    )
+
+
+def _below_zero(costs: StepCosts, ranges: Ranges, layout: Layout) -> str:
     """How many rows of the first context that makes below zero, in words."""
     context = max(1, ranges.granularity // 2)
     sizes = range(1, ranges.max_batch + 1)
-    count = sum(decode_cell(costs, size, context).median < 0 for size in sizes)
+    count = sum(decode_cell(costs, size, context, layout).median < 0 for size in sizes)
     return f" (below zero for {count} of {len(sizes)} batch sizes at short contexts)" * (count > 0)
 
 
@@ -285,7 +304,7 @@ def _model_notes(costs: StepCosts, dimensions: Dimensions, tables: Tables) -> It
             f"No collective was measured at tensor parallel {', '.join(map(str, silent))}: "
             "all_reduce is 0 there."
         )
-    if not costs.model.step_cost:
+    if not costs.rules.knows_own_cost:
         yield "No step cost was fitted: what a step takes beyond its operations is missing."
     empty = [op for op in MLP_OPS if op != "emb" and not costs.of_home(op)]
     if empty:

@@ -11,7 +11,14 @@ q for what one request costs more (the mean of the first few)
   beyond its attention and the other rows: g(B) - g(1) + q, and T(B) minus what
   mlp.csv has for the tokens that Vidur rounds B up to. That can be below zero.
 
-So prefills of one request and decodes add up exactly; what is left of mixed
+Where whole steps were measured (costs.py), both also hold what a step of their kind takes more or
+less than all that: a prefill in pieces, and the launch that it waits for. The launch is in
+``add`` instead for tokens of which no step has a graph (of the release: none that a prefill
+does not have, too), since it is waited for once, whatever the step holds. The release adds one
+``attn_prefill`` for each prefill of a step: there one of so few tokens that a decode step may have
+them holds nothing of the kind, or sixteen in one step would wait sixteen times.
+
+So prefills of one request and decodes add up exactly, but for those; what is left of mixed
 batches is in the manifest.
 """
 
@@ -22,6 +29,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from dooly_backend.simulation.execution import Mode
 from dooly_backend.workload import Batch
 
 from .costs import Cell, StepCosts, total
@@ -83,7 +91,7 @@ def build_tables(
     attention: list[AttentionPlace] = []
     all_reduce: list[Row] = []
     for costs in all_costs:
-        mlp += _mlp_rows(costs, dimensions, ranges, sources["mlp"])
+        mlp += _mlp_rows(costs, dimensions, ranges, layout, sources["mlp"])
         attention += _attention_places(costs, ranges, layout)
         if costs.model.configuration.tensor_parallel > 1:
             all_reduce += _all_reduce_rows(costs, dimensions, ranges)
@@ -96,39 +104,56 @@ def build_tables(
     return Tables(mlp, attention, columns, all_reduce, [], counted)
 
 
-def mlp_cells(costs: StepCosts, tokens: int) -> dict[str, Cell]:
+def mlp_cells(costs: StepCosts, tokens: int, layout: Layout) -> dict[str, Cell]:
     """Each operation of mlp.csv for a step of `tokens` tokens, per layer; emb per step."""
-    batch = Batch.prefill(tokens)
     share = 1 / costs.layers
-    cells = {op: costs.home(op, batch).times(share) for op in MLP_OPS}
-    cells["add"] = cells["add"] + costs.requests(1).moved(-costs.one_request).times(share)
-    cells["emb"] = costs.shown("emb", batch)
+    cells = {op: costs.operation(op, tokens).times(share) for op in MLP_OPS}
+    of_step = costs.requests(1).moved(_waited_for(costs, tokens, layout) - costs.one_request)
+    cells["add"] = cells["add"] + of_step.times(share)
+    cells["emb"] = costs.shown("emb", Batch.prefill(tokens))
     return cells
 
 
-def prefill_cell(costs: StepCosts, chunk: int, history: int) -> Cell:
+def _waited_for(costs: StepCosts, tokens: int, layout: Layout) -> float:
+    """What launching takes longer, as far as rows over tokens hold it."""
+    of_prefill, of_decodes = costs.modes(tokens)
+    here = of_prefill == of_decodes and (layout == "pypi" or of_prefill == Mode.EAGER)
+    return costs.waiting(tokens) if here else 0.0
+
+
+def prefill_cell(costs: StepCosts, chunk: int, history: int, layout: Layout) -> Cell:
     """attn_prefill of `chunk` tokens after `history`, per layer, with the part of its request."""
-    cell = costs.attention(Batch.prefill(chunk, history)).moved(costs.one_request)
-    return cell.times(1 / costs.layers)
+    batch = Batch.prefill(chunk, history)
+    of_prefill, of_decodes = costs.modes(chunk)
+    if layout == "pypi" and of_prefill != of_decodes:
+        return costs.attention(batch).moved(costs.one_request).times(1 / costs.layers)
+    return _left_to_attention(costs, batch, chunk, layout)
 
 
-def decode_cell(costs: StepCosts, size: int, context: int) -> Cell:
+def decode_cell(costs: StepCosts, size: int, context: int, layout: Layout) -> Cell:
     """attn_decode of `size` requests, per layer, with the rest of their step (module docs)."""
-    rounding = costs.tokens(size).median - costs.tokens(round_up(size, TOKEN_STEP)).median
-    requests = costs.requests(size).median - costs.requests(1).median + costs.one_request
-    cell = costs.attention(Batch.decode(size, context)).moved(rounding + requests)
-    return cell.times(1 / costs.layers)
+    batch = Batch.decode(size, context)
+    return _left_to_attention(costs, batch, round_up(size, TOKEN_STEP), layout)
+
+
+def _left_to_attention(costs: StepCosts, batch: Batch, rounded: int, layout: Layout) -> Cell:
+    """What a step of `batch` takes beside the other rows for `rounded` tokens, per layer."""
+    cell = costs.attention(batch)
+    others = costs.tokens(rounded).median + _waited_for(costs, rounded, layout)
+    others += costs.requests(1).median - costs.one_request
+    return cell.moved(costs.step_ms(batch) - others - cell.median).times(1 / costs.layers)
 
 
 def _mlp_rows(
     costs: StepCosts,
     dimensions: Dimensions,
     ranges: Ranges,
+    layout: Layout,
     sources: Counter[str],
 ) -> Iterator[Row]:
     degree = costs.model.configuration.tensor_parallel
     for tokens in ranges.token_counts():
-        cells = mlp_cells(costs, tokens)
+        cells = mlp_cells(costs, tokens, layout)
         sources[total(cells.values()).source] += 1
         row = _time_columns(cells) | {
             "n_head": dimensions.heads,
@@ -146,11 +171,11 @@ def _mlp_rows(
 def _attention_places(costs: StepCosts, ranges: Ranges, layout: Layout) -> Iterator[AttentionPlace]:
     degree = costs.model.configuration.tensor_parallel
     for chunk, label, history in ranges.prefills(layout):
-        cell = prefill_cell(costs, chunk, history)
+        cell = prefill_cell(costs, chunk, history, layout)
         yield AttentionPlace(degree, 1, chunk, label, cell, ATTENTION_COPIES)
     for size, label, context in ranges.decodes(layout):
         copies = ATTENTION_COPIES if size <= MANY_REQUESTS else 1
-        cell = decode_cell(costs, size, context)
+        cell = decode_cell(costs, size, context, layout)
         yield AttentionPlace(degree, size, 0, label, cell, copies)
 
 
