@@ -61,12 +61,16 @@ def test_decodes_take_longer_with_more_context(models: dict[str, LatencyModel]):
         assert times == sorted(times)
 
 
-def test_it_exports_without_a_gpu(models: dict[str, LatencyModel], tmp_path: Path):
-    small = {"layout": "pypi", "max_length": "1024", "max_chunk": "256", "max_batch": "16"}
+@pytest.mark.parametrize(("layout", "exact"), [("repo", "prefill"), ("pypi", "decode")])
+def test_it_exports_without_a_gpu(
+    models: dict[str, LatencyModel], tmp_path: Path, layout: str, exact: str
+):
+    small = {"layout": layout, "max_length": "1024", "max_chunk": "256", "max_batch": "16"}
     get_exporter("vidur").export([models["FLASH_ATTN"]], tmp_path / "export", small)
     manifest = json.loads((tmp_path / "export" / "manifest.json").read_text())
     assert manifest["device"] == "NVIDIA H200"
-    assert abs(manifest["conservation"]["prefill"]["worst_percent"]) < 1
+    assert abs(manifest["conservation"][exact]["worst_percent"]) < 1
+    assert any("an engine at its defaults" in note for note in manifest["approximations"])
 
 
 def unpacked(monkeypatch: pytest.MonkeyPatch, cache: Path) -> Path:

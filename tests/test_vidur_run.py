@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,23 @@ def test_one_request_takes_what_the_model_says_and_twice_that(
     doubled = one_request(exported)
     assert doubled.ttft_s[0] == pytest.approx(2 * result.ttft_s[0], rel=0.01)
     assert doubled.tpot_s[0] == pytest.approx(2 * result.tpot_s[0], rel=0.01)
+
+
+@dataclass(frozen=True)
+class Traced:
+    arrival_s: float
+    prompt_tokens: int
+    output_tokens: int
+
+
+def test_requests_of_a_trace_come_as_they_came(model: LatencyModel, tmp_path: Path) -> None:
+    get_exporter("vidur").export([model], tmp_path / "out", {"layout": LAYOUT, **SMALL})
+    requests = [Traced(5.0, 64, 9), Traced(0.0, 256, 16), Traced(9.0, 128, 1)]  # none meets another
+    result = integration.replay(tmp_path / "out", requests, num_blocks=64)
+    in_order = sorted(requests, key=lambda request: request.arrival_s)
+    assert list(result.decode_tokens) == [request.output_tokens for request in in_order]
+    alone = [model.step_us(Batch.prefill(request.prompt_tokens)) / 1e6 for request in in_order]
+    assert result.ttft_s == pytest.approx(alone, rel=0.01)
 
 
 def test_the_command_prints_one_line(model: LatencyModel, tmp_path: Path) -> None:

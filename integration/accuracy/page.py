@@ -37,6 +37,7 @@ SECTIONS: dict[str, Callable[[Path], list[str]]] = {
     "Single batches": per_batch.single_batches,
     "The fastest model and backend": per_batch.fastest,
     "Served requests": requests.served,
+    "Served requests in Vidur": requests.in_vidur,
     "Wrong reuse": requests.wrong_reuse,
     "Modules against their operations": calls.granularity,
     "Adaptive sweep against Vidur's grid": calls.sweeps,

@@ -4,7 +4,8 @@
 
 After a change of regressors, step model, simulator or database: recorded live runs and
 measured steps stay as they are, and are compared with what is predicted now. Then
-docs/accuracy.md is written. Needs neither engine nor GPU; some ten minutes on two cores.
+docs/accuracy.md is written. Needs neither engine nor GPU, Vidur for `vidur` alone; some twenty
+minutes on two cores.
 """
 
 from __future__ import annotations
@@ -81,11 +82,23 @@ def cost(db: str, root: Path = RESULTS) -> Iterator[Task]:
     yield Task("held out", ("integration.cost.held_out", scan, db, adaptive, "-o", out))
 
 
+def vidur(db: str, root: Path = RESULTS) -> Iterator[Task]:
+    """Recorded live runs beside the real Vidur on an export; needs Vidur installed."""
+    for known in sorted((root / "vidur/results").glob("served-*.json")):
+        about = json.loads(known.read_text())
+        folder = root / "validate/results" / about["runs"]
+        runs = [str(run) for run in sorted(folder.glob("live-*.json.xz"))]
+        options = ["--db", db, "--backend", about["backend"], "-o", str(known)]
+        command = ["integration.vidur.served", about["model"], *runs, *options]
+        yield Task(f"Vidur, {about['runs']}", tuple(command))
+
+
 GROUPS: dict[str, Callable[[str], Iterator[Task]]] = {
     "served": served,
     "steps": steps,
     "points": points,
     "cost": cost,
+    "vidur": vidur,
 }
 
 

@@ -93,6 +93,41 @@ def _missed(figures: Mapping[str, Any], device: str) -> str:
     return f"{MISSES}: {', '.join(missed)}" if missed else ""
 
 
+def in_vidur(root: Path) -> list[str]:
+    """Recorded live runs beside Vidur on an export."""
+    files = sorted((root / "integration/vidur/results").glob("served-*.json"))
+    if not files:
+        return ["Not measured yet."]
+    rows = []
+    for path in files:
+        run = json.loads(path.read_text())
+        known = root / "integration/validate/results" / run["runs"] / "figures.json"
+        simulated = json.loads(known.read_text())["workloads"]
+        for workload, found in run["workloads"].items():
+            row = [_label(run, "gpu"), workload]
+            for latency in ("ttft", "tpot"):
+                mape = f"{latency}_mape"
+                row += [f"{each[mape]:.1f} %" if mape in each else "-" for each in found.values()]
+                row.append(f"{simulated[workload][mape]:.1f} %")
+            noise = [_noise(simulated[workload], name, ".1f") for name in ("ttft", "tpot")]
+            rows.append([*row, f"{', '.join(noise)} %"])
+    parts = ("Vidur", "sum of operations", "DoolySim")
+    heads = [f"{latency}: {part}" for latency in ("TTFT", "TPOT") for part in parts]
+    return [
+        paragraph(
+            "The recorded requests of live vLLM, served by the real Vidur (0.0.26 of PyPI) on what",
+            "`dooly-export --to vidur` writes from the shipped database, which knows no live run;",
+            "errors as above. *Sum of operations*: Vidur on an export without whole steps, as all",
+            "were until 2026-12-07. *DoolySim*: from the same profile, as in the section above. A",
+            "dash: Vidur stopped.",
+            f"Measured by `python -m integration.vidur.served`; from {source(root, files)}.",
+        ),
+        "",
+        *table(["configuration", "workload", *heads, "noise: TTFT, TPOT"], rows),
+        *causes(root, files),
+    ]
+
+
 def wrong_reuse(root: Path) -> list[str]:
     """What it costs to take another model's attention for one's own."""
     files = sorted((root / "integration/wrong_reuse/results").glob("*.json"))

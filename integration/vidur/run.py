@@ -15,10 +15,10 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import click
 import numpy as np
@@ -33,6 +33,17 @@ CHECKOUT_VARIABLE = "VIDUR_REPO"
 TTFT_COLUMN = "prefill_e2e_time"
 TPOT_COLUMN = "decode_time_execution_plus_preemption_normalized"
 TIMEOUT_S = 900
+
+
+class TracedRequest(Protocol):
+    """A request of a trace: when it comes, and how long it is."""
+
+    @property
+    def arrival_s(self) -> float: ...
+    @property
+    def prompt_tokens(self) -> int: ...
+    @property
+    def output_tokens(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -94,9 +105,6 @@ def run_vidur(
     Raises InputError when `export` is none, when Vidur is missing in `python`,
     or when it fails.
     """
-    manifest = read_manifest(export)
-    if manifest.get("format") != "vidur":
-        raise InputError(f"{export} is an export for {manifest.get('format')}, not for vidur")
     options: dict[str, Any] = {
         "seed": seed,
         "synthetic_request_generator_config_num_requests": requests,
@@ -105,6 +113,55 @@ def run_vidur(
         "fixed_request_length_generator_config_prefill_tokens": prefill_tokens,
         "fixed_request_length_generator_config_decode_tokens": decode_tokens,
     }
+    return _times(export, options, python, checkout, extra, timeout_s)
+
+
+def replay(
+    export: Path,
+    requests: Sequence[TracedRequest],
+    num_blocks: int | None = None,
+    python: str = sys.executable,
+    checkout: Path | None = None,
+    timeout_s: float = TIMEOUT_S,
+) -> VidurResult:
+    """Vidur's times for just these requests, with `num_blocks` blocks of KV cache.
+
+    Raises InputError as `run_vidur` does.
+    """
+    day = "2000-01-01"  # Vidur takes the rows of one date
+    with tempfile.TemporaryDirectory(prefix="dooly-vidur-") as folder:
+        trace = Path(folder) / "trace.csv"
+        with trace.open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(("Date", "Time", "PromptTokenCount", "CompletionTokenCount"))
+            for each in sorted(requests, key=lambda request: request.arrival_s):
+                writer.writerow((day, each.arrival_s, each.prompt_tokens, each.output_tokens))
+        longest = max(each.prompt_tokens + each.output_tokens for each in requests)
+        options = {
+            "request_generator_config_type": "trace_replay",
+            "trace_request_generator_config_trace_file": trace,
+            "trace_request_generator_config_date": day,
+            "trace_request_generator_config_max_tokens": longest,
+            "trace_request_generator_config_prefill_scale_factor": 1,
+            "trace_request_generator_config_decode_scale_factor": 1,
+            "trace_request_generator_config_time_scale_factor": 1,
+            "cache_config_num_blocks": num_blocks,
+        }
+        return _times(export, options, python, checkout, (), timeout_s)
+
+
+def _times(
+    export: Path,
+    options: Mapping[str, Any],
+    python: str,
+    checkout: Path | None,
+    extra: Sequence[str],
+    timeout_s: float,
+) -> VidurResult:
+    """What Vidur says of every request; `options` of None are left to the export."""
+    manifest = read_manifest(export)
+    if manifest.get("format") != "vidur":
+        raise InputError(f"{export} is an export for {manifest.get('format')}, not for vidur")
     given = [text for k, v in options.items() if v is not None for text in (f"--{k}", str(v))]
     with tempfile.TemporaryDirectory(prefix="dooly-vidur-") as output:
         command = [python, str(export / LAUNCHER), *given, "--metrics_config_output_dir", output]
